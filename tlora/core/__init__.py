@@ -1,0 +1,1 @@
+"""The words every other package shares. Plain values, no torch."""
