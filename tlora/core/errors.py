@@ -4,6 +4,8 @@ Errors carry the job, the field or the row they speak of, so that every surface 
 name them. All are `ValueError`s in the wide sense: something a person can mend.
 """
 
+from collections.abc import Sequence
+
 
 class TloraError(Exception):
     """Anything tlora reports on purpose; its text is meant for a person."""
@@ -19,6 +21,15 @@ class SpecError(TloraError, ValueError):
         where = [f"job '{job}'"] if job else []
         where += [field] if field else []
         super().__init__(": ".join([*where, message]))
+
+
+class SpecErrors(SpecError):
+    """Several things are wrong in one job file; the text has one line for each."""
+
+    def __init__(self, problems: Sequence[SpecError]) -> None:
+        self.problems = tuple(problems)
+        lines = [f"{len(self.problems)} problems", *(f"  {problem}" for problem in self.problems)]
+        super().__init__("\n".join(lines))
 
 
 class DataError(TloraError, ValueError):

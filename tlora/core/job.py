@@ -16,6 +16,7 @@ JOB_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 OverLength = Literal["truncate", "drop", "raise"]
 Isolation = Literal["default", "exact"]
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
 Schedule = Literal[
     "constant",
     "constant_with_warmup",
@@ -38,12 +39,20 @@ Shape = Literal[
 ]
 
 # Read by pydantic where it is installed; a plain dict, so that this module does not need it.
-STRICT = {"extra": "forbid", "use_attribute_docstrings": True}
+STRICT = {"extra": "forbid", "use_attribute_docstrings": True, "allow_inf_nan": False}
 
 
 def require(condition: bool, field_name: str, message: str) -> None:
     if not condition:
         raise SpecError(message, field=field_name)
+
+
+def check_job_name(name: str) -> None:
+    require(
+        JOB_NAME.fullmatch(name) is not None,
+        "name",
+        f"must match {JOB_NAME.pattern}, got '{name}'",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,7 +219,9 @@ class TrainSpec:
             value = getattr(self, name)
             require(0 <= value < 1, f"train.{name}", f"must be in [0, 1), got {value}")
         require(
-            self.adam_epsilon > 0, "train.adam_epsilon", f"must be positive, got {self.adam_epsilon}"
+            self.adam_epsilon > 0,
+            "train.adam_epsilon",
+            f"must be positive, got {self.adam_epsilon}",
         )
         require(self.weight > 0, "train.weight", f"must be positive, got {self.weight}")
 
@@ -320,11 +331,7 @@ class JobSpec:
     """A PEFT adapter directory to start from."""
 
     def __post_init__(self) -> None:
-        require(
-            JOB_NAME.fullmatch(self.name) is not None,
-            "name",
-            f"must match {JOB_NAME.pattern}, got '{self.name}'",
-        )
+        check_job_name(self.name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -369,7 +376,7 @@ class RunSpec:
     engine: EngineSpec = field(default_factory=EngineSpec)
     """How the jobs are run together."""
 
-    report_to: tuple[str, ...] = ()
+    report_to: tuple[Tracker, ...] = ()
     """Trackers to write to besides the run directory."""
 
     def __post_init__(self) -> None:

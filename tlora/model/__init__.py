@@ -1,0 +1,1 @@
+"""One frozen backbone and the pool of adapters attached to it; adapters in and out as PEFT directories."""

@@ -1,0 +1,32 @@
+"""The adapter as a value: its matrices by module path, in PEFT's orientation, and how a new one starts."""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraPair:
+    """The two matrices of one linear: y += scale * x a^T b^T."""
+
+    a: torch.Tensor
+    """[rank, in], float32."""
+
+    b: torch.Tensor
+    """[out, rank], float32."""
+
+
+AdapterWeights = dict[str, LoraPair]
+"""By module path in the Hugging Face model."""
+
+
+def new_pair(path: str, *, seed: int, rank: int, in_features: int, out_features: int) -> LoraPair:
+    """A uniform in +-1/sqrt(in) (PEFT's Kaiming start), B zero; keyed by (seed, path), so that it is the same
+    on any device, in any company and whatever other modules the job adapts."""
+    digest = hashlib.sha256(f"{seed}:{path}".encode()).digest()
+    generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
+    bound = in_features**-0.5
+    a = generator.uniform(-bound, bound, size=(rank, in_features)).astype(np.float32)
+    return LoraPair(a=torch.from_numpy(a), b=torch.zeros(out_features, rank))

@@ -1,0 +1,75 @@
+"""The modules that take the place of a model's linears."""
+
+import torch
+from torch import nn
+
+from tlora.kernels.multi_lora import multi_lora
+from tlora.model.pool import GroupPool
+from tlora.model.routing import Routing
+
+
+class SharedInput:
+    """Linears that are called with the same tensor (q, k and v; gate and up), computed together.
+
+    The first one called computes all; the others take their result. Which linears share an input, and in
+    which order they are called, was seen in a forward pass of the model itself.
+    """
+
+    def __init__(
+        self, linears: list[nn.Module], numbers: list[int], pool: GroupPool, routing: Routing
+    ) -> None:
+        self.weights = [linear.weight for linear in linears]
+        self.biases = [linear.bias for linear in linears]
+        self.numbers = numbers
+        self.pool = pool
+        self.routing = routing
+        self.transposed = pool.targets[0].transposed
+        self._input: torch.Tensor | None = None
+        self._ready: dict[int, torch.Tensor] = {}
+
+    def output(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        if index == 0:
+            self._input = x
+            self._ready = dict(enumerate(self._compute(x)))
+        assert x is self._input, "linears of one group were called with different inputs"
+        y = self._ready.pop(index)
+        if not self._ready:
+            self._input = None
+        return y
+
+    def clear(self) -> None:
+        """Drop what a failed forward may have left."""
+        self._input = None
+        self._ready = {}
+
+    def _compute(self, x: torch.Tensor) -> list[torch.Tensor]:
+        entry = self.routing.table(self.pool)
+        outputs = multi_lora(
+            x.reshape(-1, x.shape[-1]),
+            self.weights,
+            self.biases,
+            a=self.pool.a.value,
+            b=[rows.value for rows in self.pool.b],
+            grad_a=self.pool.a.grad,
+            grad_b=[rows.grad for rows in self.pool.b],
+            table=entry.table,
+            scales=entry.scales,
+            rows=self.routing.rows,
+            linears=self.numbers,
+            transposed=self.transposed,
+        )
+        return [y.view(*x.shape[:-1], -1) for y in outputs]
+
+
+class LoraLinear(nn.Module):
+    """One linear of a group; the frozen weight stays where the model had it."""
+
+    def __init__(self, linear: nn.Module, index: int, group: SharedInput) -> None:
+        super().__init__()
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.index = index
+        self.group = group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.group.output(self.index, x)

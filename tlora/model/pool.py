@@ -1,0 +1,191 @@
+"""Where adapters live: rows of a few large tensors, claimed and freed like memory.
+
+For a group of linears that share an input there is one A of [rank rows, in] and per linear one B transposed
+of [rank rows, out]. Gradients and the optimiser's moments have the same shape and the same rows. A job owns
+a contiguous range in each; attaching and detaching touch nobody else's rows.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from tlora.model.adapters import AdapterWeights, LoraPair
+from tlora.model.targets import Target
+
+logger = logging.getLogger(__name__)
+
+
+class RowAllocator:
+    """First fit over [0, capacity)."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._claimed: dict[int, int] = {}
+
+    def claim(self, rows: int) -> int | None:
+        """The first row of a free range, or None if no gap is large enough."""
+        first = 0
+        for start in sorted(self._claimed):
+            if start - first >= rows:
+                break
+            first = start + self._claimed[start]
+        if first + rows > self.capacity:
+            return None
+        self._claimed[first] = rows
+        return first
+
+    def release(self, first: int) -> None:
+        del self._claimed[first]
+
+    def grow(self, capacity: int) -> None:
+        assert capacity >= self.capacity
+        self.capacity = capacity
+
+    def check_integrity(self) -> None:
+        end = 0
+        for start in sorted(self._claimed):
+            assert start >= end, f"rows {start}.. overlap the range before them"
+            end = start + self._claimed[start]
+        assert end <= self.capacity
+
+
+class RowViews(NamedTuple):
+    """One job's rows of one matrix."""
+
+    value: torch.Tensor
+    grad: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+
+
+class RankRows:
+    """One pooled matrix with its gradient and AdamW's moments, all float32 [capacity, width]."""
+
+    def __init__(self, width: int, capacity: int, device: torch.device) -> None:
+        self.allocator = RowAllocator(capacity)
+        self.tensors = RowViews(*(torch.zeros(capacity, width, device=device) for _ in range(4)))
+
+    @property
+    def value(self) -> torch.Tensor:
+        return self.tensors.value
+
+    @property
+    def grad(self) -> torch.Tensor:
+        return self.tensors.grad
+
+    def claim(self, rows: int) -> int:
+        first = self.allocator.claim(rows)
+        if first is None:
+            self._grow(max(2 * self.allocator.capacity, self.allocator.capacity + rows))
+            first = self.allocator.claim(rows)
+            assert first is not None
+        return first
+
+    def release(self, first: int, rows: int) -> None:
+        """Free the rows and clear them, so that nothing of a job outlives it."""
+        self.allocator.release(first)
+        for view in self.view(first, rows):
+            view.zero_()
+
+    def view(self, first: int, rows: int) -> RowViews:
+        return RowViews(*(tensor.detach()[first : first + rows] for tensor in self.tensors))
+
+    def _grow(self, capacity: int) -> None:
+        old = self.allocator.capacity
+        logger.info("adapter pool grows from %d to %d rank rows", old, capacity)
+        grown = []
+        for tensor in self.tensors:
+            larger = tensor.new_zeros(capacity, tensor.shape[1])
+            larger[:old] = tensor.detach()
+            grown.append(larger.requires_grad_(tensor.requires_grad))
+        self.tensors = RowViews(*grown)
+        self.allocator.grow(capacity)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one job's rows are in a group; rank 0 where it has no adapter."""
+
+    a_row: int
+    ranks: tuple[int, ...]
+    b_rows: tuple[int, ...]
+
+
+class GroupPool:
+    """The adapters of all jobs on the linears that share one input."""
+
+    def __init__(self, targets: list[Target], capacity: int, device: torch.device) -> None:
+        self.targets = targets
+        self.a = RankRows(targets[0].in_features, capacity * len(targets), device)
+        # The leaf that makes the outputs part of the graph; its gradient goes into a.grad directly.
+        self.a.value.requires_grad_(True)
+        self.b = [RankRows(target.out_features, capacity, device) for target in targets]
+        self.slots: dict[str, Slot] = {}
+
+    @property
+    def layout(self) -> tuple[tuple[str, Slot], ...]:
+        """Groups with equal layouts can share their tables."""
+        return tuple(sorted(self.slots.items()))
+
+    @torch.no_grad()
+    def attach(self, job: str, weights: AdapterWeights) -> None:
+        assert job not in self.slots, f"{job} is attached already"
+        pairs = [weights.get(target.path) for target in self.targets]
+        ranks = tuple(0 if pair is None else len(pair.a) for pair in pairs)
+        if not any(ranks):
+            return
+        a_row = self.a.claim(sum(ranks))
+        b_rows = []
+        for pair, rows in zip(pairs, self.b, strict=True):
+            b_rows.append(0 if pair is None else rows.claim(len(pair.a)))
+        self.slots[job] = Slot(a_row, ranks, tuple(b_rows))
+        for pair, views in zip(pairs, self._pairs_of(job), strict=True):
+            if pair is not None and views is not None:
+                a, b = views
+                a.value.copy_(pair.a)
+                b.value.copy_(pair.b.T)
+
+    @torch.no_grad()
+    def detach(self, job: str) -> None:
+        slot = self.slots.pop(job, None)
+        if slot is None:
+            return
+        self.a.release(slot.a_row, sum(slot.ranks))
+        for rows, rank, b_row in zip(self.b, slot.ranks, slot.b_rows, strict=True):
+            if rank:
+                rows.release(b_row, rank)
+
+    def views(self, job: str) -> list[tuple[str, RowViews]]:
+        """(name, rows) of every matrix of a job, `PATH.lora_A` before `PATH.lora_B`."""
+        named = []
+        for target, views in zip(self.targets, self._pairs_of(job), strict=True):
+            if views is not None:
+                named.append((f"{target.path}.lora_A", views[0]))
+                named.append((f"{target.path}.lora_B", views[1]))
+        return named
+
+    def weights(self, job: str) -> AdapterWeights:
+        """A copy of the job's matrices, in host memory."""
+        found: AdapterWeights = {}
+        for target, views in zip(self.targets, self._pairs_of(job), strict=True):
+            if views is not None:
+                a, b = (rows.value.to("cpu", copy=True) for rows in views)
+                found[target.path] = LoraPair(a=a, b=b.T.contiguous())
+        return found
+
+    def check_integrity(self) -> None:
+        for rows in (self.a, *self.b):
+            rows.allocator.check_integrity()
+
+    def _pairs_of(self, job: str) -> list[tuple[RowViews, RowViews] | None]:
+        slot = self.slots.get(job)
+        if slot is None:
+            return [None] * len(self.targets)
+        pairs: list[tuple[RowViews, RowViews] | None] = []
+        a_row = slot.a_row
+        for rows, rank, b_row in zip(self.b, slot.ranks, slot.b_rows, strict=True):
+            pairs.append((self.a.view(a_row, rank), rows.view(b_row, rank)) if rank else None)
+            a_row += rank
+        return pairs

@@ -1,0 +1,179 @@
+"""What the layers inside a Hugging Face model must know about the nano-batch that runs through them.
+
+The super-model enters a routing for one forward and backward; its linears and its attention read it. Tables
+keep their tensors from one nano-batch to the next, so that compiled code sees only their values change.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from tlora.kernels.attention.packed import packed_attention
+from tlora.kernels.attention.varlen import supports, varlen_attention
+from tlora.kernels.multi_lora.tables import Segment, new_table, write_table
+from tlora.model.packing import PackedBatch, PackedSegment
+from tlora.model.pool import GroupPool
+
+MIN_TABLE_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """What a job's adapter does besides its matrices."""
+
+    scale: float
+    threshold: int
+    """Of its dropout (kernels/streams.py)."""
+
+
+@dataclass(slots=True)
+class Table:
+    table: torch.Tensor
+    scales: torch.Tensor
+
+
+class Routing:
+    """Belongs to one super-model. `per_sequence` cuts every job's rows at its sequences, so that no sum of a
+    gradient depends on how a batch was cut into nano-batches."""
+
+    def __init__(self, device: torch.device, *, per_sequence: bool = False) -> None:
+        self.device = device
+        self.per_sequence = per_sequence
+        self.rows = torch.zeros(0, dtype=torch.int32, device=device)
+        self.boundaries = torch.zeros(1, dtype=torch.int32, device=device)
+        self.lengths: list[int] = []
+        self.longest = 0
+        self._tables: dict[object, Table] = {}
+        self._active = False
+
+    def table(self, pool: GroupPool) -> Table:
+        """The segments of the nano-batch as this pool's linears need them."""
+        assert self._active, "a LoRA linear ran outside of a routed forward"
+        return self._tables[_table_key(pool)]
+
+    def forget_tables(self) -> None:
+        """Slots have moved: tables of the old layouts are of no use."""
+        self._tables.clear()
+
+    @contextmanager
+    def entered(
+        self,
+        batch: PackedBatch,
+        pools: list[GroupPool],
+        scalings: dict[str, Scaling],
+        *,
+        train: bool,
+    ) -> Iterator[None]:
+        if self._active:
+            raise RuntimeError("a nano-batch is already running through this model")
+        self._load(batch, pools, scalings, train)
+        self._active = True
+        try:
+            yield
+        finally:
+            self._active = False
+
+    def _load(self, batch, pools, scalings, train) -> None:
+        self.rows = batch.rows
+        self.lengths = batch.lengths
+        if self.device.type == "cuda":
+            self._load_boundaries(batch)
+        written = set()
+        for pool in pools:
+            key = _table_key(pool)
+            if key in written:
+                continue
+            written.add(key)
+            segments = [
+                piece
+                for segment in batch.segments
+                if segment.job in pool.slots
+                for piece in self._pieces(segment, pool, scalings[segment.job], train)
+            ]
+            entry = self._tables.get(key)
+            if entry is None or len(entry.scales) < len(segments):
+                entry = self._tables[key] = self._new_table(len(segments), len(pool.targets))
+            write_table(segments, entry.table, entry.scales)
+
+    def _pieces(
+        self, segment: PackedSegment, pool: GroupPool, scaling: Scaling, train: bool
+    ) -> Iterator[Segment]:
+        slot = pool.slots[segment.job]
+        start = segment.start
+        for stop in segment.sequence_stops if self.per_sequence else [segment.stop]:
+            yield Segment(
+                start=start,
+                stop=stop,
+                a_row=slot.a_row,
+                ranks=slot.ranks,
+                b_rows=slot.b_rows,
+                scale=scaling.scale,
+                threshold=scaling.threshold if train else 0,
+                key=segment.key,
+            )
+            start = stop
+
+    def _new_table(self, num_segments: int, num_linears: int) -> Table:
+        capacity = MIN_TABLE_ROWS
+        while capacity < num_segments:
+            capacity *= 2
+        return Table(
+            table=new_table(capacity, num_linears, self.device),
+            scales=torch.zeros(capacity, device=self.device),
+        )
+
+    def _load_boundaries(self, batch: PackedBatch) -> None:
+        """Of the sequences and, as one more, the padding. The vector has a fixed size: a flash backward may
+        choose its splits by the number of sequences."""
+        lengths = [*batch.lengths, batch.num_rows - batch.num_tokens]
+        capacity = MIN_TABLE_ROWS
+        while capacity < len(lengths):
+            capacity *= 2
+        padded = torch.zeros(capacity + 1, dtype=torch.int32)
+        padded[1 : len(lengths) + 1] = torch.tensor(lengths, dtype=torch.int32)
+        self.boundaries = padded.cumsum(0, dtype=torch.int32).to(self.device, non_blocking=True)
+        self.longest = batch.num_rows
+
+    def attention(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        **others: object,
+    ) -> tuple[torch.Tensor, None]:
+        """The attention function registered with transformers: [1, heads, T, head size] in, [1, T, heads,
+        head size] out."""
+        assert attention_mask is None, "packed attention takes its boundaries from the nano-batch"
+        for name in ("s_aux", "position_bias"):
+            if others.get(name) is not None:
+                raise NotImplementedError(f"{type(module).__name__} uses {name}")
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        if supports(q, softcap):
+            out = varlen_attention(
+                q, k, v, self.boundaries, self.longest, scale=scale, window=sliding_window
+            )
+        else:
+            out = packed_attention(
+                q,
+                k,
+                v,
+                self.lengths,
+                scale=scale,
+                window=sliding_window,
+                softcap=softcap,
+                one_by_one=self.per_sequence,
+            )
+        return out[None], None
+
+
+def _table_key(pool: GroupPool) -> object:
+    return len(pool.targets), pool.layout

@@ -1,0 +1,198 @@
+"""One frozen backbone that many adapters share.
+
+Adapters come and go between nano-batches; a nano-batch runs forward and backward inside `routed`. What a job's
+step, loss or data is, is not known here.
+"""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import AttentionInterface
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import PreTrainedModel
+
+from tlora.core.errors import ModelError
+from tlora.core.job import JobSpec
+from tlora.core.sequence import TokenSequence
+from tlora.kernels.streams import threshold
+from tlora.model.adapters import AdapterWeights, new_pair
+from tlora.model.linear import LoraLinear, SharedInput
+from tlora.model.packing import PackedBatch, Share, pack
+from tlora.model.pool import GroupPool, RowViews
+from tlora.model.probe import check_packing, find_groups, own_logits
+from tlora.model.routing import Routing, Scaling
+from tlora.model.targets import choose_targets, find_targets
+
+_numbers = itertools.count()
+
+
+class SuperModel:
+    """Takes a loaded causal LM over: freezes it, puts its own linears and attention in, and probes it."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        reserve_rows: int = 64,
+        per_sequence: bool = False,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.device = model.device
+        self.routing = Routing(self.device, per_sequence=per_sequence)
+        self.targets = find_targets(model)
+        self.scalings: dict[str, Scaling] = {}
+        self._views: dict[str, dict[str, RowViews]] = {}
+        own = own_logits(model)
+        self._groups = self._replace_linears(reserve_rows)
+        self._replace_attention()
+        try:
+            check_packing(model, self._probe_logits, own)
+        except (NotImplementedError, ValueError) as error:
+            if isinstance(error, ModelError):
+                raise
+            raise ModelError(
+                f"base.model: {type(model).__name__} does not run on packed rows: {error}"
+            ) from error
+        if gradient_checkpointing:
+            self._checkpoint_layers()
+
+    @property
+    def jobs(self) -> list[str]:
+        return list(self.scalings)
+
+    @property
+    def pools(self) -> list[GroupPool]:
+        return [group.pool for group in self._groups]
+
+    def new_adapter(self, job: JobSpec) -> AdapterWeights:
+        """The start of a job's adapter."""
+        return {
+            target.path: new_pair(
+                target.path,
+                seed=job.train.seed,
+                rank=job.lora.r,
+                in_features=target.in_features,
+                out_features=target.out_features,
+            )
+            for target in choose_targets(job, self.targets)
+        }
+
+    def attach(
+        self, job: str, weights: AdapterWeights, *, scale: float, dropout: float = 0.0
+    ) -> None:
+        """Claim rank rows and fill them. Raises if the job is attached or names an unknown module."""
+        if job in self.scalings:
+            raise ValueError(f"job '{job}' is attached already")
+        unknown = set(weights) - set(self.targets)
+        if unknown:
+            raise ValueError(f"job '{job}': no linear named {sorted(unknown)[0]} in the base model")
+        for pool in self.pools:
+            pool.attach(job, weights)
+        self.scalings[job] = Scaling(scale, threshold(dropout))
+        self._forget_places()
+
+    def detach(self, job: str) -> AdapterWeights:
+        """Free the job's rows; its matrices come back in host memory."""
+        weights = self.weights(job)
+        for pool in self.pools:
+            pool.detach(job)
+        del self.scalings[job]
+        self._forget_places()
+        return weights
+
+    def weights(self, job: str) -> AdapterWeights:
+        """A copy of the job's matrices in host memory."""
+        return {path: pair for pool in self.pools for path, pair in pool.weights(job).items()}
+
+    def views(self, job: str) -> dict[str, RowViews]:
+        """The job's rows with their gradients and moments, by `PATH.lora_A` and `PATH.lora_B`."""
+        if job not in self._views:
+            self._views[job] = dict(named for pool in self.pools for named in pool.views(job))
+        return self._views[job]
+
+    @contextmanager
+    def routed(self, batch: PackedBatch, *, train: bool) -> Iterator[None]:
+        """The time in which `logits` and their backward may run for this nano-batch."""
+        for group in self._groups:
+            group.clear()
+        with self.routing.entered(batch, self.pools, self.scalings, train=train):
+            yield
+
+    def logits(self, batch: PackedBatch) -> torch.Tensor:
+        """float32 [N, vocabulary] for the N rows that predict a trained token."""
+        output = self.model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            logits_to_keep=batch.predicting,
+            use_cache=False,
+        )
+        return output.logits[0].float()
+
+    def check_integrity(self) -> None:
+        for pool in self.pools:
+            pool.check_integrity()
+            assert set(pool.slots) <= set(self.scalings)
+
+    def _forget_places(self) -> None:
+        """Rows were claimed or freed, and the pool may have grown: old tables and views are void."""
+        self._views.clear()
+        self.routing.forget_tables()
+
+    def _replace_linears(self, reserve_rows: int) -> list[SharedInput]:
+        numbers = {path: number for number, path in enumerate(self.targets)}
+        grouped = find_groups(self.model, self.targets)
+        called = {path for paths in grouped for path in paths}
+        self.targets = {path: target for path, target in self.targets.items() if path in called}
+        groups = []
+        for paths in grouped:
+            linears = [self.model.get_submodule(path) for path in paths]
+            pool = GroupPool([self.targets[path] for path in paths], reserve_rows, self.device)
+            group = SharedInput(linears, [numbers[path] for path in paths], pool, self.routing)
+            groups.append(group)
+            for index, (path, linear) in enumerate(zip(paths, linears, strict=True)):
+                self.model.set_submodule(path, LoraLinear(linear, index, group))
+        return groups
+
+    def _replace_attention(self) -> None:
+        # A name of its own per super-model: the function carries this model's routing.
+        name = f"tlora_packed_{next(_numbers)}"
+        AttentionInterface.register(name, self.routing.attention)
+        try:
+            self.model.set_attn_implementation(name)
+        except (ValueError, NotImplementedError) as error:
+            raise _own_attention(self.model) from error
+        if self.model.config._attn_implementation != name:
+            raise _own_attention(self.model)
+
+    def _checkpoint_layers(self) -> None:
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        for module in self.model.modules():
+            # Layers recompute only in training mode; their children stay in evaluation mode, so that the
+            # backbone's own dropout stays off.
+            if isinstance(module, GradientCheckpointingLayer):
+                module.training = True
+
+    def _probe_logits(self, sequences: list[torch.Tensor]) -> torch.Tensor:
+        batch = pack_all(sequences, self.device)
+        with torch.no_grad(), self.routed(batch, train=False):
+            return self.model(
+                input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
+            ).logits[0]
+
+
+def pack_all(sequences: list[torch.Tensor], device: torch.device) -> PackedBatch:
+    """Sequences of no job, every token of which predicts the next."""
+    tokens = [ids.cpu().numpy() for ids in sequences]
+    count = len(tokens)
+    share = Share("", [TokenSequence(ids, ids) for ids in tokens], [0] * count, [1.0] * count)
+    return pack([share], sum(map(len, tokens)), device)
+
+
+def _own_attention(model: PreTrainedModel) -> ModelError:
+    return ModelError(
+        f"base.model: {type(model).__name__} computes attention with code of its own, which knows no "
+        "sequence boundaries: it cannot be trained in packed rows"
+    )

@@ -1,0 +1,101 @@
+"""Which linears of a model an adapter may sit on, and which of them a job asks for."""
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from tlora.core.errors import SpecError
+from tlora.core.job import JobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A linear that can carry adapters."""
+
+    path: str
+    in_features: int
+    out_features: int
+    transposed: bool
+    """GPT-2 keeps its weights as [in, out]."""
+
+    @property
+    def leaf(self) -> str:
+        return self.path.rpartition(".")[2]
+
+
+def find_targets(model: nn.Module) -> dict[str, Target]:
+    """Every linear of the model but its output head, by path, in the order of the modules."""
+    head = model.get_output_embeddings()
+    targets = {}
+    for path, module in model.named_modules():
+        if module is head or not isinstance(module, nn.Linear | Conv1D):
+            continue
+        transposed = isinstance(module, Conv1D)
+        weight: torch.Tensor = module.weight
+        out_features, in_features = weight.shape[::-1] if transposed else weight.shape
+        targets[path] = Target(path, in_features, out_features, transposed)
+    return targets
+
+
+def choose_targets(job: JobSpec, targets: dict[str, Target]) -> list[Target]:
+    """The linears that `lora.target_modules` names: PEFT's rules, but a name that reaches nothing is an
+    error, and so is a rank that no layer could use."""
+    wanted = job.lora.target_modules
+    if wanted == "all-linear":
+        chosen = list(targets.values())
+    elif isinstance(wanted, str):
+        chosen = _matching(job, wanted, targets)
+    else:
+        chosen = _named(job, wanted, targets)
+    for target in chosen:
+        limit = min(target.in_features, target.out_features)
+        if job.lora.r > limit:
+            raise SpecError(
+                f"rank {job.lora.r} is larger than {target.path} "
+                f"({target.in_features} -> {target.out_features}); use at most {limit}",
+                job=job.name,
+                field="lora.r",
+            )
+    return chosen
+
+
+def _matching(job: JobSpec, pattern: str, targets: dict[str, Target]) -> list[Target]:
+    try:
+        expression = re.compile(pattern)
+    except re.error as error:
+        raise SpecError(
+            f"'{pattern}' is not a regular expression: {error}",
+            job=job.name,
+            field="lora.target_modules",
+        ) from None
+    chosen = [target for path, target in targets.items() if expression.fullmatch(path)]
+    # A single leaf name is a pattern too; people write it without the brackets.
+    chosen = chosen or [t for path, t in targets.items() if path.endswith(f".{pattern}")]
+    if not chosen:
+        raise _unreachable(job, pattern, targets)
+    return chosen
+
+
+def _named(job: JobSpec, names: tuple[str, ...], targets: dict[str, Target]) -> list[Target]:
+    def reached_by(name: str) -> set[str]:
+        return {path for path in targets if path == name or path.endswith(f".{name}")}
+
+    reached: set[str] = set()
+    for name in names:
+        paths = reached_by(name)
+        if not paths:
+            raise _unreachable(job, name, targets)
+        reached |= paths
+    return [target for path, target in targets.items() if path in reached]
+
+
+def _unreachable(job: JobSpec, name: str, targets: dict[str, Target]) -> SpecError:
+    leaves = list(dict.fromkeys(target.leaf for target in targets.values()))
+    return SpecError(
+        f"'{name}' reaches no linear of this model; it has {', '.join(leaves)}",
+        job=job.name,
+        field="lora.target_modules",
+    )

@@ -1,0 +1,264 @@
+"""Continuous batching for training: the loop's inner step, and the interface a driver feeds it through.
+
+A driver attaches jobs, feeds each one sequences and asks for its step; every `run_nano_batch` composes what
+is waiting, runs it forward and backward, and steps the jobs whose batch is through. The engine knows no
+files, no schedules and no wall-clock decisions.
+"""
+
+import logging
+import time
+
+import torch
+
+from tlora.core.errors import JobFailed
+from tlora.core.sequence import TokenSequence
+from tlora.model.adapters import AdapterWeights
+from tlora.model.packing import pack
+from tlora.model.super_model import SuperModel
+from tlora.training import loss, optimiser
+from tlora.training.compose import Composition, Kind, buckets_for, compose
+from tlora.training.engine_job import EngineJob, JobState, StepRequest
+from tlora.training.optimiser import AdamW
+from tlora.training.outcome import EvaluationDone, Outcome, StepDone
+
+logger = logging.getLogger(__name__)
+
+MIN_BUDGET = 64
+OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
+
+
+class Engine:
+    def __init__(
+        self,
+        super_model: SuperModel,
+        *,
+        budget_tokens: int,
+        bucket_step: int | None = 64,
+        exact: bool = False,
+    ) -> None:
+        self.super_model = super_model
+        self.budget_tokens = budget_tokens
+        self.exact = exact
+        self._bucket_step = bucket_step
+        self._jobs: dict[str, EngineJob] = {}
+        self._suspects: list[str] = []
+
+    @property
+    def jobs(self) -> list[str]:
+        return list(self._jobs)
+
+    def attach(
+        self,
+        name: str,
+        weights: AdapterWeights,
+        *,
+        scale: float,
+        dropout: float = 0.0,
+        seed: int = 0,
+        weight: float = 1.0,
+        optimiser: AdamW | None = None,
+        state: JobState | None = None,
+    ) -> None:
+        """Between nano-batches, without touching the neighbours. With `state` the job goes on where it was
+        detached; `weights` are then its weights of that time."""
+        rank = max((len(pair.a) for pair in weights.values()), default=1)
+        self.super_model.attach(name, weights, scale=scale, dropout=dropout)
+        self._jobs[name] = EngineJob(
+            name, seed=seed, weight=weight, rank=rank, optimiser=optimiser or AdamW()
+        )
+        if state is not None:
+            self._jobs[name].step = state.step
+            self._restore_moments(name, state)
+
+    def detach(self, name: str) -> JobState:
+        """Free the job's rows. What it was fed and has not stepped on is dropped."""
+        state = self.state(name)
+        self.super_model.detach(name)
+        del self._jobs[name]
+        self._suspects = [other for other in self._suspects if other != name]
+        return state
+
+    def state(self, name: str) -> JobState:
+        """A copy of all that the job's later steps depend on, in host memory."""
+        views = self.super_model.views(name)
+        return JobState(
+            step=self._jobs[name].step,
+            weights=self.super_model.weights(name),
+            exp_avg={key: rows.exp_avg.to("cpu", copy=True) for key, rows in views.items()},
+            exp_avg_sq={key: rows.exp_avg_sq.to("cpu", copy=True) for key, rows in views.items()},
+        )
+
+    def feed(self, name: str, sequences: list[TokenSequence], *, loss_scale: float) -> None:
+        """Add sequences to the job's current batch; every trained token's loss counts `loss_scale`. For a
+        mean over the batch that is 1 / its trained tokens, which must be known now."""
+        job = self._jobs[name]
+        if job.kind is Kind.EVALUATE:
+            raise ValueError(f"job '{name}' is being evaluated")
+        if not sequences:
+            raise ValueError(f"job '{name}' was fed no sequences")
+        job.feed(sequences, loss_scale)
+
+    def request_step(
+        self, name: str, *, learning_rate: float, max_grad_norm: float | None = None
+    ) -> None:
+        """Step the job once all it was fed is through backward."""
+        job = self._jobs[name]
+        if job.kind is not Kind.TRAIN:
+            raise ValueError(f"job '{name}' was fed nothing to step on")
+        job.request = StepRequest(learning_rate, max_grad_norm)
+
+    def evaluate(self, name: str, sequences: list[TokenSequence]) -> None:
+        """Ask for the mean loss on these sequences; the job must have no batch under way."""
+        job = self._jobs[name]
+        if job.kind is not None:
+            raise ValueError(f"job '{name}' is busy")
+        if not sequences:
+            raise ValueError(f"job '{name}' was given no sequences to evaluate")
+        job.start_evaluation(sequences)
+
+    def has_work(self) -> bool:
+        return any(job.left or job.due for job in self._jobs.values())
+
+    def run_nano_batch(self) -> Outcome:
+        """Compose, run, and step whoever is through. Never raises for what one job did."""
+        composition = self._compose()
+        if composition is None:
+            return self._settle(Outcome())
+        started = time.perf_counter()
+        jobs = [self._jobs[pick.job] for pick in composition.picks]
+        try:
+            sums = self._run(composition)
+        except OUT_OF_MEMORY as error:
+            return self._out_of_memory(composition, jobs, error)
+        except RuntimeError as error:
+            return self._broken_off(composition, jobs, error)
+        tokens = {}
+        for job, pick in zip(jobs, composition.picks, strict=True):
+            tokens[job.name] = job.passed(pick.indices, sums[job.name])
+            if job.name in self._suspects:
+                self._suspects.remove(job.name)
+        for name, credit in composition.credits.items():
+            self._jobs[name].credit = credit
+        return self._settle(
+            Outcome(
+                kind=composition.kind,
+                rows=composition.rows,
+                tokens=tokens,
+                seconds=time.perf_counter() - started,
+            )
+        )
+
+    def check_integrity(self) -> None:
+        """Books that must agree; for tests and idle moments."""
+        self.super_model.check_integrity()
+        assert set(self._jobs) == set(self.super_model.jobs)
+
+    def _compose(self) -> Composition | None:
+        waiting = [job.waiting() for job in self._jobs.values() if job.left]
+        if self._suspects:
+            waiting = [each for each in waiting if each.job == self._suspects[0]]
+        budget = self.budget_tokens
+        return compose(
+            waiting,
+            budget=budget,
+            buckets=(budget,) if self.exact else buckets_for(budget, step=self._bucket_step),
+            in_order=self.exact,
+        )
+
+    def _run(self, composition: Composition) -> dict[str, list[float]]:
+        """Forward, and for training backward; the losses of each job's sequences."""
+        shares = [self._jobs[pick.job].share(pick.indices) for pick in composition.picks]
+        batch = pack(shares, composition.rows, self.super_model.device)
+        train = composition.kind is Kind.TRAIN
+        with torch.set_grad_enabled(train), self.super_model.routed(batch, train=train):
+            per_token = loss.token_losses(self.super_model.logits(batch), batch)
+            if train:
+                loss.backward(per_token, batch)
+            return loss.sequence_sums(per_token, batch)
+
+    def _settle(self, outcome: Outcome) -> Outcome:
+        """Steps, evaluations and failures that are due now."""
+        steps: list[StepDone] = []
+        evaluations: list[EvaluationDone] = []
+        failures: list[JobFailed] = []
+        for job in list(self._jobs.values()):
+            try:
+                job.check_finite()
+                if job.due:
+                    steps.append(self._step(job))
+                elif job.kind is Kind.EVALUATE and not job.left:
+                    evaluations.append(job.finish_evaluation())
+            except JobFailed as failure:
+                failures.append(failure)
+                self.detach(job.name)
+        return Outcome(
+            kind=outcome.kind,
+            rows=outcome.rows,
+            tokens=outcome.tokens,
+            seconds=outcome.seconds,
+            steps=tuple(steps),
+            evaluations=tuple(evaluations),
+            failures=tuple(failures),
+            error=outcome.error,
+        )
+
+    def _step(self, job: EngineJob) -> StepDone:
+        request = job.request
+        assert request is not None
+        rows = list(self.super_model.views(job.name).values())
+        norm = optimiser.gradient_norm(rows)
+        grad_norm = float(norm)
+        job.check_gradient(grad_norm)
+        if request.max_grad_norm is not None:
+            optimiser.clip(rows, norm, request.max_grad_norm)
+        job.step += 1
+        optimiser.step(rows, job.optimiser, learning_rate=request.learning_rate, number=job.step)
+        optimiser.clear_gradients(rows)
+        return job.finish_batch(grad_norm)
+
+    def _out_of_memory(
+        self, composition: Composition, jobs: list[EngineJob], error: BaseException
+    ) -> Outcome:
+        self._drop_partial_batches(jobs)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        alone = len(jobs) == 1 and len(composition.picks[0].indices) == 1
+        if alone or self.exact or self.budget_tokens <= MIN_BUDGET:
+            return self._fail_or_suspect(
+                jobs, f"out of memory on {composition.tokens} tokens", alone
+            )
+        self.budget_tokens = max(MIN_BUDGET, self.budget_tokens // 2)
+        logger.warning(
+            "out of memory on %d rows: going on with nano-batches of %d tokens",
+            composition.rows,
+            self.budget_tokens,
+        )
+        return Outcome(error=f"out of memory: {error}")
+
+    def _broken_off(
+        self, composition: Composition, jobs: list[EngineJob], error: RuntimeError
+    ) -> Outcome:
+        logger.warning("a nano-batch broke off", exc_info=error)
+        self._drop_partial_batches(jobs)
+        return self._fail_or_suspect(jobs, str(error), alone=len(jobs) == 1)
+
+    def _fail_or_suspect(self, jobs: list[EngineJob], reason: str, alone: bool) -> Outcome:
+        """There is no single culprit in company: every job of the nano-batch is tried by itself next, and
+        fails only if it fails then."""
+        if not alone and len(jobs) > 1:
+            self._suspects += [job.name for job in jobs if job.name not in self._suspects]
+            return Outcome(error=reason)
+        failure = JobFailed(f"step {jobs[0].step + 1}: {reason}", job=jobs[0].name)
+        self.detach(jobs[0].name)
+        return Outcome(error=reason, failures=(failure,))
+
+    def _drop_partial_batches(self, jobs: list[EngineJob]) -> None:
+        for job in jobs:
+            optimiser.clear_gradients(list(self.super_model.views(job.name).values()))
+            job.replay()
+
+    @torch.no_grad()
+    def _restore_moments(self, name: str, state: JobState) -> None:
+        for key, rows in self.super_model.views(name).items():
+            rows.exp_avg.copy_(state.exp_avg[key])
+            rows.exp_avg_sq.copy_(state.exp_avg_sq[key])

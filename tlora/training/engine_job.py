@@ -1,0 +1,178 @@
+"""One job as the engine sees it: its current batch, how far it is, and what it is owed."""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from tlora.core.errors import JobFailed
+from tlora.core.sequence import TokenSequence
+from tlora.kernels.streams import step_key
+from tlora.model.adapters import AdapterWeights
+from tlora.model.packing import Share
+from tlora.training.compose import Kind, Waiting
+from tlora.training.optimiser import AdamW
+from tlora.training.outcome import EvaluationDone, StepDone
+
+
+@dataclass(frozen=True, slots=True)
+class FedSequence:
+    sequence: TokenSequence
+    row_offset: int
+    """Tokens of the job's batch before it."""
+
+    loss_scale: float
+    """What the loss of each of its trained tokens counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRequest:
+    learning_rate: float
+    max_grad_norm: float | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JobState:
+    """All that a job's later steps depend on, besides its data cursor: portable between groups."""
+
+    step: int
+    weights: AdapterWeights
+    exp_avg: dict[str, torch.Tensor]
+    exp_avg_sq: dict[str, torch.Tensor]
+
+
+@dataclass(slots=True)
+class EngineJob:
+    name: str
+    seed: int
+    weight: float
+    rank: int
+    optimiser: AdamW
+    step: int = 0
+    credit: float = 0.0
+    kind: Kind | None = None
+    """What its current batch is for; None between batches."""
+
+    batch: list[FedSequence] = field(default_factory=list[FedSequence])
+    left: list[int] = field(default_factory=list[int])
+    """Indices into `batch` that have not gone through."""
+
+    request: StepRequest | None = None
+    loss: float = 0.0
+    """Of what has gone through."""
+
+    nano_batches: int = 0
+
+    @property
+    def due(self) -> bool:
+        """Its step can be taken now."""
+        return self.request is not None and not self.left
+
+    def feed(self, sequences: list[TokenSequence], loss_scale: float) -> None:
+        self.kind = Kind.TRAIN
+        self._append(sequences, loss_scale)
+
+    def start_evaluation(self, sequences: list[TokenSequence]) -> None:
+        self.kind = Kind.EVALUATE
+        self._append(sequences, 1.0 / sum(sequence.num_targets for sequence in sequences))
+
+    def waiting(self) -> Waiting:
+        assert self.kind is not None
+        return Waiting(
+            job=self.name,
+            kind=self.kind,
+            lengths=[len(self.batch[index].sequence) for index in self.left],
+            weight=self.weight,
+            credit=self.credit,
+            rank=self.rank,
+        )
+
+    def share(self, positions: tuple[int, ...]) -> Share:
+        """The sequences at these positions of what was waiting."""
+        fed = [self.batch[self.left[position]] for position in positions]
+        return Share(
+            job=self.name,
+            sequences=[each.sequence for each in fed],
+            row_offsets=[each.row_offset for each in fed],
+            loss_scales=[each.loss_scale for each in fed],
+            key=step_key(self.seed, self.step),
+        )
+
+    def passed(self, positions: tuple[int, ...], loss_sums: list[float]) -> int:
+        """These have gone through the nano-batch, with these losses: their tokens."""
+        fed = [self.batch[self.left[position]] for position in positions]
+        for each, loss_sum in zip(fed, loss_sums, strict=True):
+            self.loss += each.loss_scale * loss_sum
+        gone = set(positions)
+        self.left = [index for i, index in enumerate(self.left) if i not in gone]
+        self.nano_batches += 1
+        return sum(len(each.sequence) for each in fed)
+
+    def replay(self) -> None:
+        """Back to the start of the batch; the caller clears the gradients."""
+        self.left = list(range(len(self.batch)))
+        self.loss = 0.0
+        self.nano_batches = 0
+
+    def check_finite(self) -> None:
+        if not math.isfinite(self.loss):
+            rows = [each.sequence.origin for i, each in enumerate(self.batch) if i not in self.left]
+            named = ", ".join(dict.fromkeys(origin for origin in rows if origin))
+            raise JobFailed(
+                f"the loss is {self.loss} at step {self.step + 1}"
+                + (f" (rows {named})" if named else "")
+                + "; a lower learning rate or max_grad_norm may help",
+                job=self.name,
+            )
+
+    def check_gradient(self, grad_norm: float) -> None:
+        if not math.isfinite(grad_norm):
+            raise JobFailed(
+                f"the gradient norm is {grad_norm} at step {self.step + 1}; a lower learning rate may "
+                "help",
+                job=self.name,
+            )
+
+    def finish_batch(self, grad_norm: float) -> StepDone:
+        assert self.request is not None
+        done = StepDone(
+            job=self.name,
+            step=self.step,
+            loss=self.loss,
+            grad_norm=grad_norm,
+            learning_rate=self.request.learning_rate,
+            target_tokens=sum(each.sequence.num_targets for each in self.batch),
+            tokens=sum(len(each.sequence) for each in self.batch),
+            sequences=len(self.batch),
+            nano_batches=self.nano_batches,
+        )
+        self._clear()
+        return done
+
+    def finish_evaluation(self) -> EvaluationDone:
+        done = EvaluationDone(
+            job=self.name,
+            step=self.step,
+            loss=self.loss,
+            target_tokens=sum(each.sequence.num_targets for each in self.batch),
+            tokens=sum(len(each.sequence) for each in self.batch),
+            sequences=len(self.batch),
+        )
+        self._clear()
+        return done
+
+    def _append(self, sequences: list[TokenSequence], loss_scale: float) -> None:
+        last = self.batch[-1] if self.batch else None
+        offset = last.row_offset + len(last.sequence) if last else 0
+        for sequence in sequences:
+            self.left.append(len(self.batch))
+            self.batch.append(FedSequence(sequence, offset, loss_scale))
+            offset += len(sequence)
+
+    def _clear(self) -> None:
+        self.kind = None
+        self.batch = []
+        self.left = []
+        self.request = None
+        self.loss = 0.0
+        self.nano_batches = 0

@@ -1,0 +1,55 @@
+"""What a nano-batch brought: records that the engine returns and everybody above reads."""
+
+from dataclasses import dataclass, field
+
+from tlora.core.errors import JobFailed
+from tlora.training.compose import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """A job's batch is through and its weights have moved."""
+
+    job: str
+    step: int
+    """Steps this job has taken, this one included."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    target_tokens: int
+    tokens: int
+    sequences: int
+    nano_batches: int
+    """Nano-batches this batch was spread over."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationDone:
+    job: str
+    step: int
+    loss: float
+    """Mean over all held-out trained tokens."""
+
+    target_tokens: int
+    tokens: int
+    sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One call of `Engine.run_nano_batch`."""
+
+    kind: Kind | None = None
+    """None if nothing had to run but steps were due."""
+
+    rows: int = 0
+    tokens: dict[str, int] = field(default_factory=dict[str, int])
+    """Useful tokens per job."""
+
+    seconds: float = 0.0
+    steps: tuple[StepDone, ...] = ()
+    evaluations: tuple[EvaluationDone, ...] = ()
+    failures: tuple[JobFailed, ...] = ()
+    error: str | None = None
+    """Why the nano-batch broke off, if it did: no weights changed, its jobs run their batches again."""
