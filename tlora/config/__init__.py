@@ -1,0 +1,7 @@
+"""Job files: read, checked, merged, printed. No torch; nothing here knows how a job is trained."""
+
+from tlora.config.dumping import changed_fields, dump_spec, resolved
+from tlora.config.loading import load_spec
+from tlora.config.schema import json_schema
+
+__all__ = ["changed_fields", "dump_spec", "json_schema", "load_spec", "resolved"]

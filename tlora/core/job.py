@@ -1,8 +1,9 @@
 """What a person asks for: the base model, the jobs, the engine's settings.
 
-These frozen dataclasses are the one declaration of the job file: `config/` reads YAML into them strictly,
-makes the JSON schema from them (the sentence under a field is its description) and knows the aliases. They
-check what can be checked from the value alone; whatever needs the model or the data is checked there.
+These frozen dataclasses are the one declaration of the job file: `config/` reads YAML into them
+strictly, makes the JSON schema from them (the sentence under a field is its description) and knows
+the aliases. They check what can be checked from the value alone; whatever needs the model or the
+data is checked there.
 """
 
 import re
@@ -87,7 +88,8 @@ class LoraSpec:
     """Share of the adapter's input that is dropped while training."""
 
     target_modules: str | tuple[str, ...] = "all-linear"
-    """`all-linear`, a list of leaf names such as q_proj, or a regular expression over module paths."""
+    """`all-linear`, a list of leaf names such as q_proj, or a regular expression over module
+    paths."""
 
     use_rslora: bool = False
     """Scale by lora_alpha / sqrt(r) instead."""
@@ -281,7 +283,8 @@ class DataSpec:
     __pydantic_config__ = STRICT
 
     path: str | tuple[str, ...]
-    """A file (JSON, JSONL, CSV, Parquet; also .gz, .zst), a directory, or a Hugging Face dataset id."""
+    """A file (JSON, JSONL, CSV, Parquet; also .gz, .zst), a directory, or a Hugging Face dataset
+    id."""
 
     eval_path: str | tuple[str, ...] | None = None
     """Held-out rows in files of their own, instead of eval.split."""

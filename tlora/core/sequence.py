@@ -10,8 +10,9 @@ IGNORED = -100
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenSequence:
-    """`labels[i]` is `input_ids[i]` where token i is trained on, else IGNORED. The shift by one is the
-    loss's business: token i is predicted from what stands before it, so `labels[0]` never counts."""
+    """`labels[i]` is `input_ids[i]` where token i is trained on, else IGNORED. The shift by one is
+    the loss's business: token i is predicted from what stands before it, so `labels[0]` never
+    counts."""
 
     input_ids: np.ndarray
     """int32 [length]."""

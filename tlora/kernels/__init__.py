@@ -1,1 +1,2 @@
-"""The arithmetic: multi-LoRA linears, packed attention, dropout streams. Each has a plain reference."""
+"""The arithmetic: multi-LoRA linears, packed attention, dropout streams. Each has a plain
+reference."""

@@ -1,9 +1,9 @@
 """Dropout without a random state: a mask is a function of who, when and where.
 
-A bit of the mask depends on the job's seed, its step, the linear, the token's place in the job's own batch and
-the feature, and on nothing else, so it is the same alone, in any company, after a restart and on any device.
-The hash is 32-bit integer arithmetic that wraps: cheap, and the same in Python, torch and Triton.
-`tests/kernels/test_streams.py` holds its statistics.
+A bit of the mask depends on the job's seed, its step, the linear, the token's place in the job's
+own batch and the feature, and on nothing else, so it is the same alone, in any company, after a
+restart and on any device. The hash is 32-bit integer arithmetic that wraps: cheap, and the same in
+Python, torch and Triton. `tests/kernels/test_streams.py` holds its statistics.
 """
 
 import functools
@@ -54,8 +54,8 @@ def keep_mask(rows: torch.Tensor, num_features: int, *, key: int, threshold: int
 
 
 def apply_mask(x: torch.Tensor, kept: torch.Tensor | None, threshold: int) -> torch.Tensor:
-    """Values that are not kept become zero, by selection; the others are scaled by 1 / (1 - p). Its own
-    adjoint."""
+    """Values that are not kept become zero, by selection; the others are scaled by 1 / (1 - p). Its
+    own adjoint."""
     if kept is None:
         return x
     return torch.where(kept, x * (1.0 / (1.0 - threshold / 2**32)), 0.0)
@@ -70,8 +70,8 @@ def dropped(x: torch.Tensor, rows: torch.Tensor, *, key: int, threshold: int) ->
 
 
 def _host_bits(rows: np.ndarray, num_features: int, key: int) -> np.ndarray:
-    """uint32 [rows, features]. numpy, because its unsigned arithmetic is defined to wrap and took a quarter
-    of the time of torch's int32 on two cores."""
+    """uint32 [rows, features]. numpy, because its unsigned arithmetic is defined to wrap and took a
+    quarter of the time of torch's int32 on two cores."""
     h_rows = _mix_array(_mix_array(rows.astype(np.uint32)) ^ np.uint32(key))
     return _mix_array(h_rows[:, None] ^ _host_features(num_features)[None, :])
 
@@ -100,7 +100,8 @@ def _device_bits(rows: torch.Tensor, num_features: int, key: int) -> torch.Tenso
 
 
 def _mix_tensor(values: torch.Tensor) -> torch.Tensor:
-    """`mix` on int32, in place: multiplication wraps; the arithmetic shift is masked to a logical one."""
+    """`mix` on int32, in place: multiplication wraps; the arithmetic shift is masked to a logical
+    one."""
     values ^= (values >> 16) & 0xFFFF
     values *= _signed(0x7FEB352D)
     values ^= (values >> 15) & 0x1FFFF

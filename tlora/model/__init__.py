@@ -1,1 +1,2 @@
-"""One frozen backbone and the pool of adapters attached to it; adapters in and out as PEFT directories."""
+"""One frozen backbone and the pool of adapters attached to it; adapters in and out as PEFT
+directories."""

@@ -1,4 +1,5 @@
-"""The adapter as a value: its matrices by module path, in PEFT's orientation, and how a new one starts."""
+"""The adapter as a value: its matrices by module path, in PEFT's orientation, and how a new one
+starts."""
 
 import hashlib
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ AdapterWeights = dict[str, LoraPair]
 
 
 def new_pair(path: str, *, seed: int, rank: int, in_features: int, out_features: int) -> LoraPair:
-    """A uniform in +-1/sqrt(in) (PEFT's Kaiming start), B zero; keyed by (seed, path), so that it is the same
-    on any device, in any company and whatever other modules the job adapts."""
+    """A uniform in +-1/sqrt(in) (PEFT's Kaiming start), B zero; keyed by (seed, path), so that it
+    is the same on any device, in any company and whatever other modules the job adapts."""
     digest = hashlib.sha256(f"{seed}:{path}".encode()).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
     bound = in_features**-0.5

@@ -11,8 +11,8 @@ from tlora.model.routing import Routing
 class SharedInput:
     """Linears that are called with the same tensor (q, k and v; gate and up), computed together.
 
-    The first one called computes all; the others take their result. Which linears share an input, and in
-    which order they are called, was seen in a forward pass of the model itself.
+    The first one called computes all; the others take their result. Which linears share an input,
+    and in which order they are called, was seen in a forward pass of the model itself.
     """
 
     def __init__(

@@ -47,7 +47,8 @@ def load_shape(base: BaseSpec) -> PreTrainedModel:
 
 
 def load_base(base: BaseSpec, device: torch.device) -> PreTrainedModel:
-    """The model with its weights, in safetensors only: other formats run code when they are read."""
+    """The model with its weights, in safetensors only: other formats run code when they are
+    read."""
     load_config(base)
     dtype = "auto" if base.dtype == "auto" else getattr(torch, base.dtype)
     model = _from_pretrained(

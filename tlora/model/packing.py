@@ -1,4 +1,5 @@
-"""A nano-batch as tensors: whole sequences of several jobs, one after another, padded once at the tail."""
+"""A nano-batch as tensors: whole sequences of several jobs, one after another, padded once at the
+tail."""
 
 from dataclasses import dataclass
 
@@ -77,6 +78,8 @@ class PackedBatch:
 
 def pack(shares: list[Share], num_rows: int, device: torch.device | str = "cpu") -> PackedBatch:
     """Lay the shares out in order over `num_rows` rows."""
+    num_tokens = sum(len(sequence) for share in shares for sequence in share.sequences)
+    assert num_tokens <= num_rows, f"{num_tokens} tokens do not fit in {num_rows} rows"
     input_ids = np.zeros(num_rows, dtype=np.int64)
     positions = np.zeros(num_rows, dtype=np.int64)
     rows = np.zeros(num_rows, dtype=np.int32)
@@ -118,8 +121,6 @@ def pack(shares: list[Share], num_rows: int, device: torch.device | str = "cpu")
                 sequence_targets=counts,
             )
         )
-    assert start <= num_rows, f"{start} tokens do not fit in {num_rows} rows"
-
     def gather(parts: list[np.ndarray], dtype: type) -> torch.Tensor:
         joined = np.concatenate(parts) if parts else np.zeros(0)
         return torch.from_numpy(joined.astype(dtype)).to(device)

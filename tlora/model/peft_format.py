@@ -1,7 +1,8 @@
 """PEFT adapter directories: written so that PEFT, vLLM and SGLang load them, read with suspicion.
 
-A directory holds `adapter_config.json`, `adapter_model.safetensors`, `README.md` and nothing that a loader could
-mistake for weights. Files from outside are checked (size, names, shapes, types) before any tensor is read.
+A directory holds `adapter_config.json`, `adapter_model.safetensors`, `README.md` and nothing that a
+loader could mistake for weights. Files from outside are checked (size, names, shapes, types) before
+any tensor is read.
 """
 
 import json
@@ -94,15 +95,17 @@ def adapter_config(
 
 
 def _module_names(paths: list[str], targets: dict[str, Target]) -> list[str]:
-    """Leaf names where they say it all; whole paths where a job adapts only some modules of a name."""
+    """Leaf names where they say it all; whole paths where a job adapts only some modules of a
+    name."""
     leaves = list(dict.fromkeys(targets[path].leaf for path in paths))
     reached = {path for path, target in targets.items() if target.leaf in leaves}
     return leaves if reached == set(paths) else list(paths)
 
 
 def read_adapter(directory: Path, targets: dict[str, Target]) -> AdapterFile:
-    """Read a PEFT LoRA directory for a model with these linears; AdapterError says what does not fit."""
-    config = _read_config(directory)
+    """Read a PEFT LoRA directory for a model with these linears; AdapterError says what does not
+    fit."""
+    config = read_config(directory)
     path = directory / WEIGHTS
     if not path.is_file():
         raise AdapterError(f"{directory}: {WEIGHTS} is missing")
@@ -119,7 +122,7 @@ def read_adapter(directory: Path, targets: dict[str, Target]) -> AdapterFile:
     )
 
 
-def _read_config(directory: Path) -> dict[str, object]:
+def read_config(directory: Path) -> dict[str, object]:
     path = directory / CONFIG
     if not directory.is_dir():
         raise AdapterError(f"{directory}: no such adapter directory")
@@ -234,7 +237,8 @@ def _card(config: dict[str, object]) -> str:
     modules = ", ".join(config["target_modules"])  # type: ignore[arg-type]
     return (
         f"---\nbase_model: {json.dumps(base)}\nlibrary_name: peft\ntags: [lora, tlora]\n---\n\n"
-        f"# LoRA adapter\n\nRank {config['r']}, alpha {config['lora_alpha']}, on {modules} of `{base}`.\n"
+        f"# LoRA adapter\n\nRank {config['r']}, alpha {config['lora_alpha']}, on {modules} of "
+        f"`{base}`.\n"
         "Trained with tlora. Load it with PEFT:\n\n"
         "```python\nfrom peft import PeftModel\n\n"
         'model = PeftModel.from_pretrained(base_model, "path/to/this/directory")\n```\n'

@@ -1,8 +1,8 @@
 """Where adapters live: rows of a few large tensors, claimed and freed like memory.
 
-For a group of linears that share an input there is one A of [rank rows, in] and per linear one B transposed
-of [rank rows, out]. Gradients and the optimiser's moments have the same shape and the same rows. A job owns
-a contiguous range in each; attaching and detaching touch nobody else's rows.
+For a group of linears that share an input there is one A of [rank rows, in] and per linear one B
+transposed of [rank rows, out]. Gradients and the optimiser's moments have the same shape and the
+same rows. A job owns a contiguous range in each; attaching and detaching touch nobody else's rows.
 """
 
 import logging
@@ -43,12 +43,15 @@ class RowAllocator:
         assert capacity >= self.capacity
         self.capacity = capacity
 
-    def check_integrity(self) -> None:
+    def check_integrity(self, owned: list[tuple[int, int]]) -> None:
+        """No two claims overlap, and they are the (first row, rows) that the owners know of."""
         end = 0
         for start in sorted(self._claimed):
             assert start >= end, f"rows {start}.. overlap the range before them"
             end = start + self._claimed[start]
-        assert end <= self.capacity
+        assert end <= self.capacity, f"rows up to {end} are claimed of {self.capacity}"
+        claimed = sorted(self._claimed.items())
+        assert claimed == sorted(owned), f"{claimed} are claimed, {sorted(owned)} are owned"
 
 
 class RowViews(NamedTuple):
@@ -176,8 +179,11 @@ class GroupPool:
         return found
 
     def check_integrity(self) -> None:
-        for rows in (self.a, *self.b):
-            rows.allocator.check_integrity()
+        slots = self.slots.values()
+        self.a.allocator.check_integrity([(slot.a_row, sum(slot.ranks)) for slot in slots])
+        for i, rows in enumerate(self.b):
+            owned = [(slot.b_rows[i], slot.ranks[i]) for slot in slots if slot.ranks[i]]
+            rows.allocator.check_integrity(owned)
 
     def _pairs_of(self, job: str) -> list[tuple[RowViews, RowViews] | None]:
         slot = self.slots.get(job)

@@ -1,7 +1,8 @@
 """Looking at a model before trusting it: which linears share an input, and whether packing leaks.
 
-Nothing here goes by the model's name. A model is accepted if changing one packed sequence leaves the logits
-of the others unchanged to the bit, and if packed logits equal those of the model's own attention.
+Nothing here goes by the model's name. A model is accepted if changing one packed sequence leaves
+the logits of the others unchanged to the bit, and if packed logits equal those of the model's own
+attention.
 """
 
 import torch
@@ -12,14 +13,16 @@ from tlora.core.errors import ModelError
 from tlora.model.targets import Target
 
 PROBE_LENGTHS = (7, 12, 5)
-# Largest difference of packed and unpacked logits over the largest logit. Measured on random models of ten
-# architectures: at most 2e-6 in float32 and 2e-2 in bfloat16; a leak or a wrong mask gives more than 0.1.
+# Largest difference of packed and unpacked logits over the largest logit. Measured on random models
+# of ten architectures: at most 2e-6 in float32 and 2e-2 in bfloat16; a leak or a wrong mask gives
+# more than 0.1.
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9, torch.bfloat16: 6e-2, torch.float16: 2e-2}
 
 
 def find_groups(model: PreTrainedModel, targets: dict[str, Target]) -> list[list[str]]:
-    """Paths of linears that are called with one and the same tensor, in the order of the calls; only of equal
-    kind (plain or transposed). A linear that is never called, or more than once, is left out."""
+    """Paths of linears that are called with one and the same tensor, in the order of the calls;
+    only of equal kind (plain or transposed). A linear that is never called, or more than once, is
+    left out."""
     calls: list[tuple[str, torch.Tensor]] = []
 
     def recorder(path: str):
@@ -64,8 +67,8 @@ def probe_sequences(model: PreTrainedModel) -> list[torch.Tensor]:
 
 
 def check_packing(model: PreTrainedModel, packed_logits, own: list[torch.Tensor]) -> None:
-    """Refuse a model whose sequences see each other. `packed_logits` maps sequences to their logits, one row
-    per token."""
+    """Refuse a model whose sequences see each other. `packed_logits` maps sequences to their
+    logits, one row per token."""
     name = type(model).__name__
     sequences = probe_sequences(model)
     packed = packed_logits(sequences).split(PROBE_LENGTHS)

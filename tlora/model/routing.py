@@ -1,7 +1,9 @@
-"""What the layers inside a Hugging Face model must know about the nano-batch that runs through them.
+"""What the layers inside a Hugging Face model must know about the nano-batch that runs through
+them.
 
-The super-model enters a routing for one forward and backward; its linears and its attention read it. Tables
-keep their tensors from one nano-batch to the next, so that compiled code sees only their values change.
+The super-model enters a routing for one forward and backward; its linears and its attention read
+it. Tables keep their tensors from one nano-batch to the next, so that compiled code sees only their
+values change.
 """
 
 from collections.abc import Iterator
@@ -35,8 +37,8 @@ class Table:
 
 
 class Routing:
-    """Belongs to one super-model. `per_sequence` cuts every job's rows at its sequences, so that no sum of a
-    gradient depends on how a batch was cut into nano-batches."""
+    """Belongs to one super-model. `per_sequence` cuts every job's rows at its sequences, so that no
+    sum of a gradient depends on how a batch was cut into nano-batches."""
 
     def __init__(self, device: torch.device, *, per_sequence: bool = False) -> None:
         self.device = device
@@ -46,16 +48,19 @@ class Routing:
         self.lengths: list[int] = []
         self.longest = 0
         self._tables: dict[object, Table] = {}
+        # By identity: a look-up that compiled code can make without reading the pool's slots.
+        self._of_pool: dict[int, Table] = {}
         self._active = False
 
     def table(self, pool: GroupPool) -> Table:
         """The segments of the nano-batch as this pool's linears need them."""
         assert self._active, "a LoRA linear ran outside of a routed forward"
-        return self._tables[_table_key(pool)]
+        return self._of_pool[id(pool)]
 
     def forget_tables(self) -> None:
         """Slots have moved: tables of the old layouts are of no use."""
         self._tables.clear()
+        self._of_pool.clear()
 
     @contextmanager
     def entered(
@@ -80,22 +85,25 @@ class Routing:
         self.lengths = batch.lengths
         if self.device.type == "cuda":
             self._load_boundaries(batch)
-        written = set()
+        written: set[object] = set()
         for pool in pools:
             key = _table_key(pool)
-            if key in written:
-                continue
-            written.add(key)
-            segments = [
-                piece
-                for segment in batch.segments
-                if segment.job in pool.slots
-                for piece in self._pieces(segment, pool, scalings[segment.job], train)
-            ]
-            entry = self._tables.get(key)
-            if entry is None or len(entry.scales) < len(segments):
-                entry = self._tables[key] = self._new_table(len(segments), len(pool.targets))
-            write_table(segments, entry.table, entry.scales)
+            if key not in written:
+                self._write(key, pool, batch, scalings, train)
+                written.add(key)
+            self._of_pool[id(pool)] = self._tables[key]
+
+    def _write(self, key, pool, batch, scalings, train) -> None:
+        segments = [
+            piece
+            for segment in batch.segments
+            if segment.job in pool.slots
+            for piece in self._pieces(segment, pool, scalings[segment.job], train)
+        ]
+        entry = self._tables.get(key)
+        if entry is None or len(entry.scales) < len(segments):
+            entry = self._tables[key] = self._new_table(len(segments), len(pool.targets))
+        write_table(segments, entry.table, entry.scales)
 
     def _pieces(
         self, segment: PackedSegment, pool: GroupPool, scaling: Scaling, train: bool
@@ -125,8 +133,8 @@ class Routing:
         )
 
     def _load_boundaries(self, batch: PackedBatch) -> None:
-        """Of the sequences and, as one more, the padding. The vector has a fixed size: a flash backward may
-        choose its splits by the number of sequences."""
+        """Of the sequences and, as one more, the padding. The vector has a fixed size: a flash
+        backward may choose its splits by the number of sequences."""
         lengths = [*batch.lengths, batch.num_rows - batch.num_tokens]
         capacity = MIN_TABLE_ROWS
         while capacity < len(lengths):
@@ -149,8 +157,8 @@ class Routing:
         softcap: float | None = None,
         **others: object,
     ) -> tuple[torch.Tensor, None]:
-        """The attention function registered with transformers: [1, heads, T, head size] in, [1, T, heads,
-        head size] out."""
+        """The attention function registered with transformers: [1, heads, T, head size] in, [1, T,
+        heads, head size] out."""
         assert attention_mask is None, "packed attention takes its boundaries from the nano-batch"
         for name in ("s_aux", "position_bias"):
             if others.get(name) is not None:

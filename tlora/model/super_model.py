@@ -1,7 +1,7 @@
 """One frozen backbone that many adapters share.
 
-Adapters come and go between nano-batches; a nano-batch runs forward and backward inside `routed`. What a job's
-step, loss or data is, is not known here.
+Adapters come and go between nano-batches; a nano-batch runs forward and backward inside `routed`.
+What a job's step, loss or data is, is not known here.
 """
 
 import itertools
@@ -29,7 +29,8 @@ _numbers = itertools.count()
 
 
 class SuperModel:
-    """Takes a loaded causal LM over: freezes it, puts its own linears and attention in, and probes it."""
+    """Takes a loaded causal LM over: freezes it, puts its own linears and attention in, and probes
+    it."""
 
     def __init__(
         self,
@@ -83,7 +84,8 @@ class SuperModel:
     def attach(
         self, job: str, weights: AdapterWeights, *, scale: float, dropout: float = 0.0
     ) -> None:
-        """Claim rank rows and fill them. Raises if the job is attached or names an unknown module."""
+        """Claim rank rows and fill them. Raises if the job is attached or names an unknown
+        module."""
         if job in self.scalings:
             raise ValueError(f"job '{job}' is attached already")
         unknown = set(weights) - set(self.targets)
@@ -137,7 +139,8 @@ class SuperModel:
             assert set(pool.slots) <= set(self.scalings)
 
     def _forget_places(self) -> None:
-        """Rows were claimed or freed, and the pool may have grown: old tables and views are void."""
+        """Rows were claimed or freed, and the pool may have grown: old tables and views are
+        void."""
         self._views.clear()
         self.routing.forget_tables()
 
@@ -170,8 +173,8 @@ class SuperModel:
     def _checkpoint_layers(self) -> None:
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
         for module in self.model.modules():
-            # Layers recompute only in training mode; their children stay in evaluation mode, so that the
-            # backbone's own dropout stays off.
+            # Layers recompute only in training mode; their children stay in evaluation mode, so
+            # that the backbone's own dropout stays off.
             if isinstance(module, GradientCheckpointingLayer):
                 module.training = True
 
@@ -193,6 +196,6 @@ def pack_all(sequences: list[torch.Tensor], device: torch.device) -> PackedBatch
 
 def _own_attention(model: PreTrainedModel) -> ModelError:
     return ModelError(
-        f"base.model: {type(model).__name__} computes attention with code of its own, which knows no "
-        "sequence boundaries: it cannot be trained in packed rows"
+        f"base.model: {type(model).__name__} computes attention with code of its own, which knows "
+        "no sequence boundaries: it cannot be trained in packed rows"
     )

@@ -41,8 +41,8 @@ def find_targets(model: nn.Module) -> dict[str, Target]:
 
 
 def choose_targets(job: JobSpec, targets: dict[str, Target]) -> list[Target]:
-    """The linears that `lora.target_modules` names: PEFT's rules, but a name that reaches nothing is an
-    error, and so is a rank that no layer could use."""
+    """The linears that `lora.target_modules` names: PEFT's rules, but a name that reaches nothing
+    is an error, and so is a rank that no layer could use."""
     wanted = job.lora.target_modules
     if wanted == "all-linear":
         chosen = list(targets.values())

@@ -1,9 +1,9 @@
 """Who shares the next nano-batch: a pure decision over what every job has waiting.
 
-Jobs are served by deficit round robin: each pass gives every waiting job credit in proportion to its weight,
-a job pays for the tokens it gets, and room that entitled jobs leave is filled by whoever fits. A job offers
-only what is left of its current batch, so a nano-batch never holds two batches of one job; what it cannot
-use because its batch ran out is not saved up.
+Jobs are served by deficit round robin: each pass gives every waiting job credit in proportion to
+its weight, a job pays for the tokens it gets, and room that entitled jobs leave is filled by
+whoever fits. A job offers only what is left of its current batch, so a nano-batch never holds two
+batches of one job; what it cannot use because its batch ran out is not saved up.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,8 @@ class Composition:
 
 
 def buckets_for(budget: int, *, step: int | None = None) -> tuple[int, ...]:
-    """Sizes a nano-batch may have: multiples of `step`, or halves of the budget down to an eighth."""
+    """Sizes a nano-batch may have: multiples of `step`, or halves of the budget down to an
+    eighth."""
     if step is not None:
         return (*range(step, budget, step), budget)
     return tuple(sorted({max(1, budget // 8), max(1, budget // 4), max(1, budget // 2), budget}))
@@ -75,8 +76,8 @@ def compose(
 ) -> Composition | None:
     """The next nano-batch, or None if nothing waits.
 
-    `in_order` keeps each job's sequences in its own order even where a later one would fill a gap. A sequence
-    longer than the budget goes alone.
+    `in_order` keeps each job's sequences in its own order even where a later one would fill a gap.
+    A sequence longer than the budget goes alone.
     """
     if not waiting:
         return None
@@ -156,8 +157,8 @@ def _fill(members: list[_Member], budget: int, in_order: bool) -> None:
         ]
         if not fitting:
             return
-        # Level the adapters' work: what brings the sum of tokens x rank nearest to the mean goes first;
-        # equals by credit.
+        # Level the adapters' work: what brings the sum of tokens x rank nearest to the mean goes
+        # first; equals by credit.
         member, place = min(
             fitting,
             key=lambda each: (

@@ -1,8 +1,9 @@
-"""Continuous batching for training: the loop's inner step, and the interface a driver feeds it through.
+"""Continuous batching for training: the loop's inner step, and the interface a driver feeds it
+through.
 
-A driver attaches jobs, feeds each one sequences and asks for its step; every `run_nano_batch` composes what
-is waiting, runs it forward and backward, and steps the jobs whose batch is through. The engine knows no
-files, no schedules and no wall-clock decisions.
+A driver attaches jobs, feeds each one sequences and asks for its step; every `run_nano_batch`
+composes what is waiting, runs it forward and backward, and steps the jobs whose batch is through.
+The engine knows no files, no schedules and no wall-clock decisions.
 """
 
 import logging
@@ -59,8 +60,8 @@ class Engine:
         optimiser: AdamW | None = None,
         state: JobState | None = None,
     ) -> None:
-        """Between nano-batches, without touching the neighbours. With `state` the job goes on where it was
-        detached; `weights` are then its weights of that time."""
+        """Between nano-batches, without touching the neighbours. With `state` the job goes on where
+        it was detached; `weights` are then its weights of that time."""
         rank = max((len(pair.a) for pair in weights.values()), default=1)
         self.super_model.attach(name, weights, scale=scale, dropout=dropout)
         self._jobs[name] = EngineJob(
@@ -89,8 +90,8 @@ class Engine:
         )
 
     def feed(self, name: str, sequences: list[TokenSequence], *, loss_scale: float) -> None:
-        """Add sequences to the job's current batch; every trained token's loss counts `loss_scale`. For a
-        mean over the batch that is 1 / its trained tokens, which must be known now."""
+        """Add sequences to the job's current batch; every trained token's loss counts `loss_scale`.
+        For a mean over the batch that is 1 / its trained tokens, which must be known now."""
         job = self._jobs[name]
         if job.kind is Kind.EVALUATE:
             raise ValueError(f"job '{name}' is being evaluated")
@@ -243,8 +244,8 @@ class Engine:
         return self._fail_or_suspect(jobs, str(error), alone=len(jobs) == 1)
 
     def _fail_or_suspect(self, jobs: list[EngineJob], reason: str, alone: bool) -> Outcome:
-        """There is no single culprit in company: every job of the nano-batch is tried by itself next, and
-        fails only if it fails then."""
+        """There is no single culprit in company: every job of the nano-batch is tried by itself
+        next, and fails only if it fails then."""
         if not alone and len(jobs) > 1:
             self._suspects += [job.name for job in jobs if job.name not in self._suspects]
             return Outcome(error=reason)

@@ -128,8 +128,8 @@ class EngineJob:
     def check_gradient(self, grad_norm: float) -> None:
         if not math.isfinite(grad_norm):
             raise JobFailed(
-                f"the gradient norm is {grad_norm} at step {self.step + 1}; a lower learning rate may "
-                "help",
+                f"the gradient norm is {grad_norm} at step {self.step + 1}; "
+                "a lower learning rate may help",
                 job=self.name,
             )
 

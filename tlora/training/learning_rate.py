@@ -1,4 +1,5 @@
-"""The learning rate of one job at one step: a pure function, the curves of transformers' schedulers."""
+"""The learning rate of one job at one step: a pure function, the curves of transformers'
+schedulers."""
 
 import math
 

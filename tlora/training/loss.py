@@ -12,14 +12,14 @@ def token_losses(logits: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
 
 
 def backward(losses: torch.Tensor, batch: PackedBatch) -> None:
-    """Send every token back with the scale of its own job's batch: a cotangent per token, so that no job's
-    loss is ever added to another's."""
+    """Send every token back with the scale of its own job's batch: a cotangent per token, so that
+    no job's loss is ever added to another's."""
     torch.autograd.backward(losses, batch.loss_scales)
 
 
 def sequence_sums(losses: torch.Tensor, batch: PackedBatch) -> dict[str, list[float]]:
-    """Per job, the summed loss of each of its sequences, in double precision: figures that do not depend on
-    how a batch was cut."""
+    """Per job, the summed loss of each of its sequences, in double precision: figures that do not
+    depend on how a batch was cut."""
     host = losses.detach().double().cpu()
     return {
         segment.job: [

@@ -41,7 +41,8 @@ def clip(rows: list[RowViews], norm: torch.Tensor, max_norm: float) -> None:
 
 @torch.no_grad()
 def step(rows: list[RowViews], settings: AdamW, *, learning_rate: float, number: int) -> None:
-    """Update the job's weights and moments; `number` counts its steps from 1. Gradients are left alone."""
+    """Update the job's weights and moments; `number` counts its steps from 1. Gradients are left
+    alone."""
     values = [row.value for row in rows]
     grads = [row.grad for row in rows]
     first = [row.exp_avg for row in rows]

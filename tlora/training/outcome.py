@@ -52,4 +52,5 @@ class Outcome:
     evaluations: tuple[EvaluationDone, ...] = ()
     failures: tuple[JobFailed, ...] = ()
     error: str | None = None
-    """Why the nano-batch broke off, if it did: no weights changed, its jobs run their batches again."""
+    """Why the nano-batch broke off, if it did: no weights changed, its jobs run their batches
+    again."""

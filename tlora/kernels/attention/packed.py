@@ -1,8 +1,8 @@
 """Causal attention over sequences packed one after another in a row of tokens.
 
-On the CPU every sequence (or group of sequences of equal length) is attended to by itself: no mask over the
-packed row, so a NaN in one sequence cannot reach another as 0 x NaN. On CUDA it is torch's variable-length
-flash attention. Rows after the last sequence are padding and come out as zeros.
+On the CPU every sequence (or group of sequences of equal length) is attended to by itself: no mask
+over the packed row, so a NaN in one sequence cannot reach another as 0 x NaN. On CUDA it is torch's
+variable-length flash attention. Rows after the last sequence are padding and come out as zeros.
 """
 
 import torch
@@ -20,10 +20,11 @@ def packed_attention(
     softcap: float | None = None,
     one_by_one: bool = False,
 ) -> torch.Tensor:
-    """[tokens, heads, head size] from queries of that shape and keys and values of as many or fewer heads.
+    """[tokens, heads, head size] from queries of that shape and keys and values of as many or fewer
+    heads.
 
-    `window` lets token i see the tokens i - window + 1 .. i; `softcap` bounds scores by softcap * tanh.
-    `one_by_one` computes every sequence apart even where several have the same length.
+    `window` lets token i see the tokens i - window + 1 .. i; `softcap` bounds scores by softcap *
+    tanh. `one_by_one` computes every sequence apart even where several have the same length.
     """
     places: dict[object, list[tuple[int, int]]] = {}
     start = 0
@@ -85,7 +86,7 @@ def _attend_softcapped(query, key, value, scale, window, softcap):
     key = key.repeat_interleave(repeats, dim=1)
     value = value.repeat_interleave(repeats, dim=1)
     scores = softcap * torch.tanh(query @ key.transpose(2, 3) * (scale / softcap))
-    scores = scores.float().masked_fill(
-        ~visible(query.shape[2], window, query.device), float("-inf")
-    )
-    return scores.softmax(dim=-1).to(query.dtype) @ value
+    seen = visible(query.shape[2], window, query.device)
+    at_least_float32 = torch.promote_types(query.dtype, torch.float32)
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1, dtype=at_least_float32)
+    return weights.to(query.dtype) @ value

@@ -1,4 +1,5 @@
-"""Frozen linears that share an input, each with the adapters of many jobs. README.md has the maths."""
+"""Frozen linears that share an input, each with the adapters of many jobs. README.md has the
+maths."""
 
 from tlora.kernels.multi_lora.function import multi_lora
 from tlora.kernels.multi_lora.tables import Segment, write_table

@@ -1,7 +1,7 @@
 """The path for CPUs: a few matrix products per segment, written straight into their place.
 
-Linears of a group share one product for S = X A^T and one for dX where no dropout tells their inputs apart.
-Segments are slices, so one job's values never meet another's, not even as zeros.
+Linears of a group share one product for S = X A^T and one for dX where no dropout tells their
+inputs apart. Segments are slices, so one job's values never meet another's, not even as zeros.
 """
 
 import torch

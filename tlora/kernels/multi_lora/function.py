@@ -1,7 +1,8 @@
 """The one entry to multi-LoRA: a group of frozen linears over one input, plus every job's adapters.
 
-Two opaque operators, so that `torch.compile` sees through: forward computes the linears and adds the adapters;
-backward returns dX and accumulates dA and dB straight into the pool's gradients. Frozen weights get none.
+Two opaque operators, so that `torch.compile` sees through: forward computes the linears and adds
+the adapters; backward returns dX and accumulates dA and dB straight into the pool's gradients.
+Frozen weights get none.
 """
 
 import torch
@@ -57,17 +58,20 @@ def _fake_forward(x, weights, biases, transposed, a, b, table, scales, rows, lin
 def _fake_backward(
     x, dy, weights, transposed, a, b, grad_a, grad_b, table, scales, rows, linears, needs_dx
 ):
-    return torch.empty_like(x) if needs_dx else x.new_empty(0)
+    return x.new_empty(x.shape if needs_dx else 0)
 
 
 class MultiLora(torch.autograd.Function):
-    """Saves x and nothing of its size besides: S and the dropout masks are made again in backward."""
+    """Saves x and nothing of its size besides: S and the dropout masks are made again in
+    backward."""
 
     @staticmethod
     def forward(
         ctx, x, weights, biases, transposed, a, b, grad_a, grad_b, table, scales, rows, linears
     ):
-        ctx.save_for_backward(x, a, grad_a, table, scales, rows, *weights, *b, *grad_b)
+        ctx.save_for_backward(x, a, table, scales, rows, *weights, *b)
+        # Not saved tensors: every backward changes them, and a second one would be refused for it.
+        ctx.grad_a, ctx.grad_b = grad_a, grad_b
         ctx.transposed, ctx.linears = transposed, linears
         return tuple(
             torch.ops.tlora.multi_lora_forward(
@@ -77,7 +81,7 @@ class MultiLora(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *dy):
-        x, a, grad_a, table, scales, rows, *lists = ctx.saved_tensors
+        x, a, table, scales, rows, *lists = ctx.saved_tensors
         n = len(ctx.linears)
         needs_dx = ctx.needs_input_grad[0]
         dx = torch.ops.tlora.multi_lora_backward(
@@ -86,9 +90,9 @@ class MultiLora(torch.autograd.Function):
             lists[:n],
             ctx.transposed,
             a,
-            lists[n : 2 * n],
-            grad_a,
-            lists[2 * n :],
+            lists[n:],
+            ctx.grad_a,
+            ctx.grad_b,
             table,
             scales,
             rows,
@@ -118,8 +122,8 @@ def multi_lora(
     x            [tokens, in], any floating type
     weights      [out_l, in] ([in, out_l] if transposed), frozen
     a, b         the pool: [rank rows, in], and per linear [rank rows, out_l]
-    grad_a, ...  of the same shapes; backward adds to them. `a` must require a gradient, to be part of the
-                 graph; it is never given one of its own
+    grad_a, ...  of the same shapes; backward adds to them. `a` must require a gradient, to be part
+                 of the graph; it is never given one of its own
     table, scales  the segments (tables.py)
     rows         int32 [tokens]: each token's place in its job's batch, which keys dropout
     linears      a number per linear, which keys dropout

@@ -1,7 +1,7 @@
 """The definition of right: plain torch, a loop over segments and linears, nothing clever.
 
-`forward` gives what the adapters add to each linear's output, `backward` every gradient, both in the pool's
-number format whatever the activations'. Every faster path is compared with these.
+`forward` gives what the adapters add to each linear's output, `backward` every gradient, both in
+the pool's number format whatever the activations'. Every faster path is compared with these.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,7 @@
 """The table that says which rows of a nano-batch belong to which adapter.
 
-A table is a tensor of fixed size, so that compiled code and captured graphs see only its values change. Row 0
-holds the number of segments; row i the i-th segment:
+A table is a tensor of fixed size, so that compiled code and captured graphs see only its values
+change. Row 0 holds the number of segments; row i the i-th segment:
 
     start, stop     its tokens
     a_row           the first of its rank rows in the pool's A
@@ -20,7 +20,8 @@ FIXED_COLUMNS = 5
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The contiguous tokens of one job (or of one sequence, where bits must not depend on the cut)."""
+    """The contiguous tokens of one job (or of one sequence, where bits must not depend on the
+    cut)."""
 
     start: int
     stop: int

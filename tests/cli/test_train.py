@@ -1,0 +1,64 @@
+"""`tlora train`: what it hands to the runtime, and how it ends."""
+
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def old_run(job_file) -> Path:
+    folder = Path("runs/jobs")
+    folder.mkdir(parents=True)
+    (folder / "run.json").touch()
+    return folder
+
+
+def test_results_go_under_runs_by_default(job_file, runtime, tlora_command) -> None:
+    """In a folder named like the file."""
+    assert tlora_command("train", "jobs.yaml") == 0
+    [(spec, output, fresh)] = runtime.calls
+    assert [job.name for job in spec.jobs] == ["a", "b"]
+    assert (output, fresh) == (Path("runs/jobs"), False)
+    assert spec.engine.isolation == "default"
+
+
+def test_options_reach_the_spec_and_the_runtime(job_file, runtime, tlora_command) -> None:
+    """Isolation is a field of the spec like any other."""
+    args = ["--output", "out", "--isolation", "exact", "--fresh", "-o", "lr=1e-3", "-o", "r=2"]
+    assert tlora_command("train", "jobs.yaml", *args) == 0
+    [(spec, output, fresh)] = runtime.calls
+    assert (output, fresh, spec.engine.isolation) == (Path("out"), True, "exact")
+    assert [(job.train.learning_rate, job.lora.r) for job in spec.jobs] == [(1e-3, 2), (1e-3, 2)]
+
+
+def test_an_unknown_isolation_is_bad_usage(job_file, runtime, tlora_command) -> None:
+    """The option knows its words."""
+    assert tlora_command("train", "jobs.yaml", "--isolation", "total") == 2
+    assert runtime.calls == []
+
+
+def test_failed_jobs_are_named_and_exit_with_one(job_file, runtime, tlora_command, capsys) -> None:
+    """The others were trained all the same."""
+    runtime.failed = ["b"]
+    assert tlora_command("train", "jobs.yaml") == 1
+    assert capsys.readouterr().err == "error: failed: b; the reasons are in runs/jobs\n"
+
+
+@pytest.mark.parametrize(("answer", "agreed"), [("y\n", True), ("n\n", False), ("", False)])
+def test_starting_over_asks_first_where_there_is_something_to_lose(
+    old_run, runtime, tlora_command, monkeypatch, capsys, answer, agreed
+) -> None:
+    """No answer, as without a terminal, means no."""
+    monkeypatch.setattr("sys.stdin", StringIO(answer))
+    assert tlora_command("train", "jobs.yaml", "--fresh") == (0 if agreed else 2)
+    assert [call[2] for call in runtime.calls] == ([True] if agreed else [])
+    errors = capsys.readouterr().err
+    assert "start over?" in errors
+    assert agreed or "nothing was removed from runs/jobs" in errors
+
+
+def test_yes_answers_for_scripts(old_run, runtime, tlora_command) -> None:
+    """Nothing is asked."""
+    assert tlora_command("train", "jobs.yaml", "--fresh", "--yes") == 0
+    assert runtime.calls[0][2] is True

@@ -1,0 +1,172 @@
+"""From a job to its datasets: the whole way, its report, and its errors."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tlora.core.errors import DataError
+from tlora.core.job import DataSpec, EvalSpec, JobSpec, TrainSpec
+from tlora.data import prepare as prepare_module
+from tlora.data.prepare import PreparedData, prepare
+
+ROWS = [{"prompt": f"How many? {n}", "completion": "word " * (n + 1)} for n in range(10)]
+
+
+@pytest.fixture
+def job(write_lines) -> JobSpec:
+    path = write_lines(ROWS)
+    return JobSpec(name="sums", data=DataSpec(path=str(path)), eval=EvalSpec(split=0.2))
+
+
+@pytest.fixture
+def run(tokenizer, tmp_path):
+    def run_prepare(job: JobSpec, **options) -> PreparedData:
+        return prepare(job, tokenizer, cache_dir=tmp_path / "cache", **options)
+
+    return run_prepare
+
+
+def origins(dataset) -> list[str]:
+    return [dataset[i].origin for i in range(len(dataset))]
+
+
+def test_a_job_gets_its_rows_its_held_out_rows_and_a_report(job, run, tokenizer, assert_trained):
+    prepared = run(job)
+    assert prepared.evaluation is not None
+    everything = origins(prepared.train) + origins(prepared.evaluation)
+    assert sorted(everything) == sorted(f"{job.data.path}:{line}" for line in range(1, 11))
+    for dataset in (prepared.train, prepared.evaluation):
+        for i in range(len(dataset)):
+            row = dataset[i]
+            number = int(row.origin.rpartition(":")[2]) - 1
+            expected = [ROWS[number]["completion"] + "<|end|>"]
+            assert_trained(row.input_ids, row.labels, expected, tokenizer)
+
+    report = prepared.report
+    assert report.detected == "prompt_completion (keys prompt, completion)"
+    assert (report.rows_read, report.train_rows, report.eval_rows) == (10, 8, 2)
+    assert report.train_tokens == int(prepared.train.lengths.sum())
+    assert report.train_targets == sum(prepared.train[i].num_targets for i in range(8))
+    text = "\n".join(report.lines())
+    assert "10 rows of prompt_completion" in text
+    assert "held out: 2 rows" in text
+
+
+def test_jobs_that_differ_in_length_seed_and_split_share_one_tokenisation(job, run, monkeypatch):
+    assert not run(job).report.from_cache
+    monkeypatch.setattr(prepare_module, "read_rows", lambda sources: pytest.fail("read again"))
+    other = replace(
+        job,
+        name="other",
+        train=TrainSpec(max_length=6, seed=3, batch_size=2),
+        eval=EvalSpec(split=3),
+    )
+    prepared = run(other)
+    assert prepared.report.from_cache
+    assert prepared.report.rows_truncated > 0
+    assert any("cut to 6 tokens" in line for line in prepared.report.lines())
+
+
+def test_held_out_rows_do_not_depend_on_batch_size_or_length(job, run):
+    first = run(job).evaluation
+    second = run(replace(job, train=TrainSpec(batch_size=1, max_length=30))).evaluation
+    assert first is not None
+    assert second is not None
+    assert origins(first) == origins(second)
+
+
+def test_rows_may_be_held_out_in_files_of_their_own(job, run, write_lines):
+    path = write_lines(ROWS[:3], name="eval.jsonl")
+    prepared = run(replace(job, data=replace(job.data, eval_path=str(path))))
+    assert prepared.evaluation is not None
+    assert len(prepared.train) == 10
+    assert origins(prepared.evaluation) == [f"{path}:{line}" for line in (1, 2, 3)]
+
+
+def test_a_limit_on_evaluation_does_not_give_rows_back_to_training(job, run):
+    prepared = run(replace(job, eval=EvalSpec(split=4, batch_limit=2)))
+    assert prepared.evaluation is not None
+    assert (len(prepared.train), len(prepared.evaluation)) == (6, 2)
+
+
+def test_without_a_split_there_is_no_evaluation(job, run):
+    assert run(replace(job, eval=EvalSpec())).evaluation is None
+
+
+def test_progress_tells_the_rows_done(job, run, monkeypatch):
+    monkeypatch.setattr(prepare_module, "BATCH_ROWS", 4)
+    told: list[int] = []
+    run(job, progress=told.append)
+    assert told == [4, 8, 10]
+
+
+def test_a_template_may_be_given_as_text_or_file(job, run, templates, tmp_path):
+    file = tmp_path / "chat.jinja"
+    file.write_text(templates.turns)
+    as_text = run(replace(job, data=replace(job.data, chat_template=templates.turns)))
+    as_file = run(replace(job, data=replace(job.data, chat_template=str(file))))
+    assert as_text.report.rendering == "chat template"
+    assert as_file.report.from_cache
+
+
+def with_content(job: JobSpec, content: bytes, **settings) -> JobSpec:
+    Path(job.data.paths[0]).write_bytes(content)
+    return replace(job, data=replace(job.data, **settings))
+
+
+def as_lines(*rows: dict[str, object]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+PAIR: dict[str, object] = {"prompt": "a", "completion": "b"}
+BAD_INPUT = {
+    "empty file": (b"", {}, "holds no rows"),
+    "blank lines": (b"\n \n", {}, "holds no rows"),
+    "malformed row": (as_lines(PAIR) + b"{oops}\n", {}, ":2: not valid JSON"),
+    "not UTF-8": (b'{"text": "\xff"}\n', {}, ":1: not UTF-8"),
+    "unknown shape": (as_lines({"question": "a"}), {}, ":1: cannot tell"),
+    "another shape": (as_lines(PAIR, {"text": "a"}), {}, ":2: expected a row of shape"),
+    "wrong columns": (
+        as_lines(PAIR),
+        {"columns": {"prompt": "ask"}},
+        ":1: data.columns maps prompt",
+    ),
+    "missing file": (b"", {"path": "missing.jsonl"}, "missing.jsonl: no such file"),
+    "missing template": (as_lines(PAIR), {"chat_template": "missing.jinja"}, "data.chat_template"),
+    "preference": (
+        as_lines({"prompt": "a", "chosen": "b", "rejected": "c"}),
+        {},
+        ":1: preference pairs (chosen, rejected) cannot train a supervised job",
+    ),
+    "tokens of another model": (
+        as_lines({"input_ids": [1, 99999]}),
+        {},
+        ":1: input_ids holds 99999",
+    ),
+    "only the first token": (
+        as_lines({"input_ids": [1, 2], "labels": [1, -100]}),
+        {},
+        ":1: the row has no",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_names_the_job_the_place_and_the_reason(name, job, run, tmp_path):
+    content, settings, complaint = BAD_INPUT[name]
+    with pytest.raises(DataError) as caught:
+        run(with_content(job, content, **settings))
+    assert str(caught.value).startswith("job 'sums': ")
+    assert complaint in str(caught.value)
+    assert caught.value.job == "sums"
+    tokens = tmp_path / "cache" / "tokens"
+    assert not tokens.exists() or list(tokens.iterdir()) == [], "a failed job leaves no cache"
+
+
+def test_over_length_rows_can_stop_or_empty_a_job(job, run):
+    with pytest.raises(DataError, match=r"job 'sums': .*rows.jsonl:\d+: the row has \d+ tokens"):
+        run(replace(job, train=TrainSpec(max_length=5, over_length="raise")))
+    with pytest.raises(DataError, match=r"job 'sums': no row is left to train on"):
+        run(replace(job, train=TrainSpec(max_length=5, over_length="drop")))

@@ -1,0 +1,175 @@
+"""Token masks: the rule for tokens at the edges, plain layouts, frames and rows that came as tokens."""
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, processors
+from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
+
+from tlora.core.errors import DataError
+from tlora.core.sequence import IGNORED
+from tlora.data.examples import Chat, Completion, Instruction, Preference, Text, Tokens, turns
+
+
+def merging_tokenizer() -> PreTrainedTokenizerFast:
+    """Characters, and one token that holds a line break and the letter after it."""
+    letters = [*"abcdefghijklmnopqrstuvwxyz \n", "</s>", "\ny"]
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[("\n", "y")]))
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
+
+
+class CharacterTokenizer(PreTrainedTokenizer):
+    """Written in Python, so it has no offsets; one token per character code."""
+
+    vocab_size = 200
+
+    def get_vocab(self):
+        return {chr(code): code for code in range(200)} | self.added_tokens_encoder
+
+    def _tokenize(self, text, **kwargs):
+        return list(text)
+
+    def _convert_token_to_id(self, token):
+        return ord(token)
+
+    def _convert_id_to_token(self, index):
+        return chr(index)
+
+    def convert_tokens_to_string(self, tokens):
+        return "".join(tokens)
+
+
+def test_a_token_that_begins_in_the_prompt_is_not_trained(encode):
+    """The answer's first letter is merged with the line break before it; that token is the prompt's."""
+    merging = merging_tokenizer()
+    row = encode(Completion("ok", "yes"), merging)
+    tokens = merging.convert_ids_to_tokens(row.input_ids)
+    assert tokens == ["o", "k", "\ny", "e", "s", "</s>"]
+    assert (row.labels != IGNORED).tolist() == [False, False, False, True, True, True]
+
+
+def test_a_token_whose_offsets_leave_out_its_leading_space_begins_at_the_space(tokenizer, encode):
+    """The prompt ends with a space that the tokenizer puts into the answer's first token."""
+    trimming = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(tokenizer.backend_tokenizer.to_str()),
+        eos_token="<|end|>",
+    )
+    trimming.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    assert trimming("are you", return_offsets_mapping=True)["offset_mapping"][-1] == (4, 7)
+    for each in (tokenizer, trimming):
+        row = encode(Completion("how are ", "you today"), each)
+        first = int(np.flatnonzero(row.labels != IGNORED)[0])
+        assert each.decode(row.input_ids[:first]) == "how are you"
+
+
+def test_characters_of_several_tokens_are_trained_whole(tokenizer, encode, assert_trained):
+    row = encode(Completion("smile 🙂\n", "🙂 é 漢字"), tokenizer)
+    assert_trained(row.input_ids, row.labels, ["🙂 é 漢字<|end|>"], tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "whole"),
+    [("Hello", "Hello\nyou"), ("Hello\n", "Hello\nyou"), ("Hello ", "Hello you"), ("", "you")],
+)
+def test_a_completion_follows_on_a_new_line_unless_the_prompt_ends_in_space(
+    prompt, whole, tokenizer, encode
+):
+    row = encode(Completion(prompt, "you"), tokenizer)
+    assert tokenizer.decode(row.input_ids) == whole + "<|end|>"
+
+
+def test_only_a_tokenizer_that_begins_texts_itself_gets_a_begin_token(
+    tokenizer, beginning_tokenizer, encode, assert_trained
+):
+    for each, begin in ((tokenizer, ""), (beginning_tokenizer, "<|begin|>")):
+        row = encode(Completion("Hello", "I am fine."), each)
+        assert each.decode(row.input_ids) == begin + "Hello\nI am fine.<|end|>"
+        assert_trained(row.input_ids, row.labels, ["I am fine.<|end|>"], each)
+
+
+def test_begin_and_end_tokens_in_the_text_are_not_doubled(beginning_tokenizer, encode):
+    row = encode(Text("<|begin|>Hello<|end|>"), beginning_tokenizer)
+    assert beginning_tokenizer.decode(row.input_ids) == "<|begin|>Hello<|end|>"
+
+
+def test_running_text_is_trained_from_its_first_token_to_the_end_token(
+    beginning_tokenizer, encode, assert_trained
+):
+    row = encode(Text("The lazy dog."), beginning_tokenizer)
+    assert_trained(row.input_ids, row.labels, ["The lazy dog.<|end|>"], beginning_tokenizer)
+
+
+def test_instructions_without_a_template_get_headings(tokenizer, encode, assert_trained):
+    example = Instruction(
+        instruction="Add.", material="1 2", answer="3", system="Count.", history=(("Hi", "Hello"),)
+    )
+    row = encode(example, tokenizer)
+    assert tokenizer.decode(row.input_ids) == (
+        "Count.\n\n### Instruction:\nHi\n\n### Response:\nHello\n\n"
+        "### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n3<|end|>"
+    )
+    assert_trained(row.input_ids, row.labels, ["Hello", "3<|end|>"], tokenizer)
+
+
+def test_instructions_and_completions_become_chats_where_there_is_a_template(
+    templates, tokenizer, encode, assert_trained
+):
+    example = Instruction(instruction="Add.", material="1 2", answer="3", system="Count.")
+    for each in (example, example.as_chat()):
+        row = encode(each, tokenizer, templates.turns)
+        assert tokenizer.decode(row.input_ids) == (
+            "<|turn|>system\nCount.<|end|>\n<|turn|>user\nAdd.\n1 2<|end|>\n"
+            "<|turn|>assistant\n3<|end|>\n"
+        )
+        assert_trained(row.input_ids, row.labels, ["3<|end|>"], tokenizer)
+    row = encode(Completion("Hello", "Hi."), tokenizer, templates.turns)
+    assert_trained(row.input_ids, row.labels, ["Hi.<|end|>"], tokenizer)
+
+
+def test_a_tokenizer_without_offsets_tokenises_the_pieces(templates, encode, assert_trained):
+    slow = CharacterTokenizer(eos_token="<|end|>")
+    assert not slow.is_fast
+    chat = turns([("user", "hello"), ("assistant", "hi"), ("user", "so?"), ("assistant", "yes")])
+    row = encode(chat, slow, templates.turns)
+    assert_trained(row.input_ids, row.labels, ["hi<|end|>", "yes<|end|>"], slow)
+    row = encode(Completion("hello", "hi"), slow)
+    assert slow.decode(row.input_ids) == "hello\nhi<|end|>"
+    assert_trained(row.input_ids, row.labels, ["hi<|end|>"], slow)
+
+
+def test_rows_of_tokens_are_taken_as_they_are(tokenizer, encode):
+    row = encode(Tokens((5, 6, 7), (IGNORED, 9, IGNORED)), tokenizer)
+    assert row.input_ids.tolist() == [5, 6, 7]
+    assert row.labels.tolist() == [IGNORED, 9, IGNORED]
+    assert encode(Tokens((5, 6, 7), None), tokenizer).labels.tolist() == [5, 6, 7]
+
+
+@pytest.mark.parametrize("ids", [(1, 10**6), (-1, 2), (1, 2**70)])
+def test_tokens_outside_the_vocabulary_are_refused(ids, tokenizer, encode):
+    with pytest.raises(DataError, match=r"rows.jsonl:7: input_ids holds .* vocabulary"):
+        encode(Tokens(ids, None), tokenizer)
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        Tokens((5,), None),
+        Tokens((5, 6), (5, IGNORED)),
+        Chat(({"role": "user", "content": "Hello"},), (False,)),
+    ],
+)
+def test_a_row_without_a_token_to_train_on_is_refused(example, templates, tokenizer, encode):
+    """The first token never carries loss, so a row that trains only that one trains nothing."""
+    with pytest.raises(DataError, match=r"rows.jsonl:7: the row has no token to train on"):
+        encode(example, tokenizer, templates.turns)
+
+
+def test_preference_pairs_are_refused(tokenizer, encode):
+    pair = Preference(Completion("a", "b"), Completion("a", "c"))
+    with pytest.raises(DataError, match="rows.jsonl:7: preference pairs"):
+        encode(pair, tokenizer)
+
+
+def test_half_a_surrogate_pair_is_refused(tokenizer, encode):
+    with pytest.raises(DataError, match=r"rows.jsonl:7: .*surrogate pair \(\\ud83d\)"):
+        encode(Completion("Hello", "\ud83d"), tokenizer)

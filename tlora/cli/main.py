@@ -1,0 +1,60 @@
+"""The `tlora` command: its verbs, and what each kind of error means to the shell.
+
+Exit codes: 0 well, 1 some job failed, 2 bad input, 130 interrupted.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+import tlora
+from tlora.cli import check, schema, train, verify
+from tlora.cli.output import print_error
+from tlora.core.errors import AdapterError, DataError, ModelError, SpecError, TloraError
+
+BAD_INPUT = (SpecError, DataError, ModelError, AdapterError)
+
+app = typer.Typer(
+    name="tlora",
+    help="Train many LoRA adapters together on one frozen base model.",
+    no_args_is_help=True,
+    # A traceback is for us, not for show: plain text is easier to paste into a report.
+    pretty_exceptions_enable=False,
+)
+app.command("train")(train.train)
+app.command("check")(check.check)
+app.command("verify")(verify.verify)
+app.command("schema")(schema.schema)
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tlora {tlora.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=print_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Train many LoRA adapters together on one frozen base model."""
+
+
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """Runs one command line and exits with its code; unexpected errors keep their traceback."""
+    try:
+        app(args=args, prog_name="tlora")
+    except BAD_INPUT as error:
+        print_error(str(error))
+        sys.exit(2)
+    except TloraError as error:
+        print_error(str(error))
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(0)

@@ -1,0 +1,65 @@
+"""`tlora train`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tlora.cli.options import JobFile, Overrides
+from tlora.cli.output import print_error
+from tlora.core.errors import SpecError
+from tlora.core.job import Isolation
+
+
+def train(
+    file: JobFile,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            metavar="DIR",
+            help="Where adapters, metrics and checkpoints go.",
+            show_default="runs/<file stem>",
+        ),
+    ] = None,
+    override: Overrides = None,
+    isolation: Annotated[
+        Isolation | None,
+        typer.Option(
+            "--isolation",
+            help="exact: the same bits whoever shares the device.",
+            show_default="what the file says",
+        ),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over instead of resuming; asks first.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Train the jobs of a file together. The same command again resumes."""
+    # The spec first: a typo should not wait for torch.
+    from tlora.config import load_spec
+
+    overrides = [*(override or ()), *([f"engine.isolation={isolation}"] if isolation else ())]
+    spec = load_spec(file, overrides)
+    folder = output or Path("runs") / file.stem
+    if fresh and not yes:
+        ask_to_start_over(folder)
+
+    from tlora.runtime.training import train as train_run
+
+    result = train_run(spec, output=folder, fresh=fresh)
+    if result.failed:
+        print_error(f"failed: {', '.join(result.failed)}; the reasons are in {folder}")
+        raise typer.Exit(1)
+
+
+def ask_to_start_over(folder: Path) -> None:
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    try:
+        agreed = typer.confirm(f"Remove what {folder} holds and start over?", err=True)
+    except typer.Abort:
+        agreed = False
+    if not agreed:
+        raise SpecError(f"--fresh: nothing was removed from {folder}; agree, or add --yes")

@@ -1,0 +1,176 @@
+"""The entry to this package: a job's data, ready to train on."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tlora.core.errors import DataError
+from tlora.core.job import DataSpec, JobSpec
+from tlora.data.cache import CacheWriter, TokenCache, open_cache
+from tlora.data.cursor import WORD, order
+from tlora.data.dataset import TokenDataset, split_rows
+from tlora.data.examples import Example
+from tlora.data.fingerprint import cache_key
+from tlora.data.reading import read_rows
+from tlora.data.render import Renderer
+from tlora.data.report import DataReport, LengthQuantiles
+from tlora.data.rows import Origin
+from tlora.data.shapes import detect, read_examples
+from tlora.data.sources import find_sources
+from tlora.data.tokenise import Encoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BATCH_ROWS = 64
+"""Rows handed to the tokenizer at once; it works on several in parallel."""
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedData:
+    """What a job trains and is evaluated on."""
+
+    train: TokenDataset
+    evaluation: TokenDataset | None
+    report: DataReport
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tokenised:
+    cache: TokenCache
+    was_there: bool
+
+
+def prepare(
+    job: JobSpec,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    cache_dir: Path,
+    progress: Progress | None = None,
+) -> PreparedData:
+    """Reads, checks and tokenises the job's data, or finds it done before under `cache_dir`.
+
+    `progress` is told the number of rows tokenised so far. Raises DataError, with the job's name,
+    for data that cannot be read or trained on.
+    """
+    try:
+        return _prepare(job, tokenizer, cache_dir, progress)
+    except DataError as error:
+        raise DataError(error.message, job=job.name, path=error.path, line=error.line) from error
+
+
+def _prepare(
+    job: JobSpec, tokenizer: "PreTrainedTokenizerBase", cache_dir: Path, progress: Progress | None
+) -> PreparedData:
+    main = _tokenised(job.data, job.data.paths, tokenizer, cache_dir, progress)
+    if job.data.eval_path is None:
+        held_out = main
+        split = split_rows(len(main.cache), job.eval.split, job.train.seed)
+        train_index, eval_index = split.train, split.evaluation
+    else:
+        paths = job.data.eval_path
+        paths = (paths,) if isinstance(paths, str) else paths
+        held_out = _tokenised(job.data, paths, tokenizer, cache_dir, progress)
+        train_index, eval_index = np.arange(len(main.cache)), np.arange(len(held_out.cache))
+    if job.eval.batch_limit is not None and len(eval_index) > job.eval.batch_limit:
+        chosen = order(job.train.seed, WORD, len(eval_index))[: job.eval.batch_limit]
+        eval_index = eval_index[np.sort(chosen)]
+
+    train = _view(main.cache, train_index, job)
+    if len(train) == 0:
+        raise DataError(
+            f"no row is left to train on: all {train.num_dropped} have more than "
+            f"{job.train.max_length} tokens and over_length is drop"
+        )
+    evaluation = _view(held_out.cache, eval_index, job) if len(eval_index) else None
+    return PreparedData(train, evaluation, _report(job, main, train, evaluation))
+
+
+def _view(cache: TokenCache, index: np.ndarray, job: JobSpec) -> TokenDataset:
+    return TokenDataset(
+        cache, index, max_length=job.train.max_length, over_length=job.train.over_length
+    )
+
+
+def _tokenised(
+    data: DataSpec,
+    paths: tuple[str, ...],
+    tokenizer: "PreTrainedTokenizerBase",
+    cache_dir: Path,
+    progress: Progress | None,
+) -> _Tokenised:
+    sources = find_sources(paths)
+    names = tuple(source.name for source in sources)
+    template = resolve_template(data.chat_template)
+    key = cache_key(sources, data, template, tokenizer, memo_dir=cache_dir / "digests")
+    target = cache_dir / "tokens" / key
+    cache = open_cache(target, names)
+    if cache is not None:
+        return _Tokenised(cache, was_there=True)
+
+    rows = read_rows(sources)
+    first = next(rows, None)
+    if first is None:
+        raise DataError("the dataset holds no rows", path=", ".join(paths))
+    detection = detect(first, data)
+    examples = read_examples(chain((first,), rows), data, detection)
+    renderer = Renderer(tokenizer, template=template, train_on=data.train_on)
+    encoder = Encoder(tokenizer, renderer)
+    own_labels = detection.shape == "tokens"
+    rendering = ""
+    with CacheWriter(target, own_labels=own_labels, source_names=names) as writer:
+        for batch in _batches(examples):
+            rendering = rendering or renderer.describe(batch[0][0])
+            for row in encoder.encode(batch):
+                writer.add(row)
+            if progress is not None:
+                progress(len(writer))
+        writer.publish(detected=detection.text, rendering=rendering)
+    cache = open_cache(target, names)
+    assert cache is not None, f"{target} was just published"
+    return _Tokenised(cache, was_there=False)
+
+
+def _batches(
+    examples: Iterator[tuple[Example, Origin]],
+) -> Iterator[list[tuple[Example, Origin]]]:
+    while batch := list(islice(examples, BATCH_ROWS)):
+        yield batch
+
+
+def resolve_template(text: str | None) -> str | None:
+    """data.chat_template is a template or the name of a file that holds one."""
+    if text is None or "{{" in text or "{%" in text:
+        return text
+    try:
+        return Path(text).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"data.chat_template is neither a Jinja template nor a file that can be read: {error}"
+        ) from error
+
+
+def _report(
+    job: JobSpec, main: _Tokenised, train: TokenDataset, evaluation: TokenDataset | None
+) -> DataReport:
+    views = [train, evaluation] if evaluation is not None else [train]
+    return DataReport(
+        detected=main.cache.meta.detected,
+        rendering=main.cache.meta.rendering,
+        rows_read=len(main.cache),
+        rows_dropped=sum(view.num_dropped for view in views),
+        rows_truncated=sum(view.num_truncated for view in views),
+        max_length=job.train.max_length,
+        train_rows=len(train),
+        train_tokens=int(train.lengths.sum()),
+        train_targets=int(train.num_targets().sum()),
+        eval_rows=len(evaluation) if evaluation is not None else 0,
+        lengths=LengthQuantiles.of(main.cache.lengths),
+        from_cache=main.was_there,
+    )

@@ -1,0 +1,81 @@
+"""Decides how an example becomes text: through a chat template where there is one, else in a plain
+layout."""
+
+from typing import TYPE_CHECKING, Literal
+
+from tlora.data.examples import Chat, Completion, Example, Instruction, Preference, Text, Tokens
+from tlora.data.layouts import lay_out
+from tlora.data.rendered import Rendered
+from tlora.data.rows import Origin
+from tlora.data.templates import ChatRenderer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TrainOn = Literal["completion", "all"]
+
+
+class Renderer:
+    """One tokenizer, one template and one choice of what to train on."""
+
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", *, template: str | None, train_on: TrainOn
+    ) -> None:
+        """`template` stands in for the tokenizer's own; None keeps that."""
+        has_template = bool(template or tokenizer.chat_template)
+        self._chats = ChatRenderer(tokenizer, template) if has_template else None
+        self._train_on_all = train_on == "all"
+
+    def render(self, example: Example, origin: Origin) -> Rendered:
+        match example:
+            case Completion() | Instruction() if self._chats is not None:
+                rendered = self._render_chat(example.as_chat(), origin)
+            case Chat():
+                rendered = self._render_chat(example, origin)
+            case Completion() | Instruction() | Text():
+                rendered = lay_out(example)
+            case Preference():
+                raise origin.error(
+                    "preference pairs (chosen, rejected) cannot train a supervised job; "
+                    "give it rows with one answer each"
+                )
+            case Tokens():
+                raise AssertionError("a row of tokens has no text to render")
+        _check_characters(rendered.text, origin)
+        return rendered.wholly_trained() if self._train_on_all else rendered
+
+    def _render_chat(self, chat: Chat, origin: Origin) -> Rendered:
+        if self._chats is None:
+            raise origin.error(
+                "the row is a chat, but the tokenizer has no chat template; "
+                "name one in data.chat_template"
+            )
+        if self._train_on_all:
+            return self._chats.render_whole(chat, origin)
+        return self._chats.render(chat, origin)
+
+    def describe(self, example: Example) -> str:
+        """For people: how rows like this one become text."""
+        match example:
+            case Tokens():
+                return "taken as tokenised"
+            case Text():
+                return "plain text"
+            case Preference():
+                return "preference pairs"
+            case Completion() | Instruction() | Chat():
+                if self._chats is None:
+                    return "plain layout, as the tokenizer has no chat template"
+                chat = example if isinstance(example, Chat) else example.as_chat()
+                marked = self._chats.has_markers(chat)
+                return "chat template with generation markers" if marked else "chat template"
+
+
+def _check_characters(text: str, origin: Origin) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise origin.error(
+            f"the text holds half of a surrogate pair (\\u{ord(text[error.start]):x}), "
+            "which is no character; write the whole pair"
+        ) from error

@@ -1,0 +1,124 @@
+"""One reader per shape: from a row's values, under our names, to an `Example`.
+
+The keys a shape requires are there; whether their values make sense is checked here.
+"""
+
+from collections.abc import Mapping
+
+from tlora.data.examples import Chat, Completion, Instruction, Preference, Text, Tokens
+from tlora.data.messages import read_chat, read_sharegpt, read_tools, unpacked
+from tlora.data.rows import Origin
+
+Values = Mapping[str, object]
+
+
+def read_chat_row(values: Values, origin: Origin) -> Chat:
+    return read_chat(values["messages"], key="messages", tools=values.get("tools"), origin=origin)
+
+
+def read_sharegpt_row(values: Values, origin: Origin) -> Chat:
+    return read_sharegpt(
+        values["conversations"],
+        system=values.get("system"),
+        tools=values.get("tools"),
+        origin=origin,
+    )
+
+
+def read_alpaca_row(values: Values, origin: Origin) -> Instruction:
+    return Instruction(
+        instruction=_text(values, "instruction", origin),
+        material=_optional_text(values, "input", origin),
+        answer=_text(values, "output", origin),
+        system=_optional_text(values, "system", origin),
+        history=_history(values.get("history"), origin),
+    )
+
+
+def read_prompt_completion_row(values: Values, origin: Origin) -> Chat | Completion:
+    key = "completion" if "completion" in values else "response"
+    return _answered(values["prompt"], values[key], key, values.get("tools"), origin)
+
+
+def read_text_row(values: Values, origin: Origin) -> Text:
+    text = _text(values, "text", origin)
+    if not text:
+        raise origin.error("text is empty")
+    return Text(text)
+
+
+def read_tokens_row(values: Values, origin: Origin) -> Tokens:
+    input_ids = _integers(values["input_ids"], "input_ids", origin)
+    given = values.get("labels")
+    labels = None if given is None else _integers(given, "labels", origin)
+    if labels is not None and len(labels) != len(input_ids):
+        raise origin.error(
+            f"labels must be as many as input_ids, got {len(labels)} and {len(input_ids)}"
+        )
+    return Tokens(input_ids, labels)
+
+
+def read_preference_row(values: Values, origin: Origin) -> Preference:
+    if "prompt" in values:
+        chosen, rejected = (
+            _answered(values["prompt"], values[key], key, None, origin)
+            for key in ("chosen", "rejected")
+        )
+        return Preference(chosen, rejected)
+    chosen, rejected = (
+        read_chat(values[key], key=key, tools=None, origin=origin) for key in ("chosen", "rejected")
+    )
+    return Preference(chosen, rejected)
+
+
+def _answered(
+    prompt: object, answer: object, key: str, tools: object, origin: Origin
+) -> Chat | Completion:
+    """Two strings stay strings; if either side is a message list, both become one chat."""
+    if isinstance(prompt, str) and isinstance(answer, str):
+        return Completion(prompt, answer)
+    asked = _as_messages(prompt, "user", "prompt", origin)
+    answered = _as_messages(answer, "assistant", key, origin)
+    return Chat(
+        messages=asked.messages + answered.messages,
+        trained=(False,) * len(asked.messages) + answered.trained,
+        tools=read_tools(tools, origin),
+    )
+
+
+def _as_messages(value: object, role: str, key: str, origin: Origin) -> Chat:
+    if isinstance(value, str):
+        value = [{"role": role, "content": value}]
+    if not isinstance(value, list):
+        raise origin.error(f"{key} must be a text or a list of messages, got {value!r:.80}")
+    return read_chat(value, key=key, tools=None, origin=origin)
+
+
+def _text(values: Values, key: str, origin: Origin) -> str:
+    value = values[key]
+    if not isinstance(value, str):
+        raise origin.error(f"{key} must be a text, got {value!r:.80}")
+    return value
+
+
+def _optional_text(values: Values, key: str, origin: Origin) -> str:
+    return "" if values.get(key) is None else _text(values, key, origin)
+
+
+def _history(value: object, origin: Origin) -> tuple[tuple[str, str], ...]:
+    value = unpacked(value)
+    if value is None or value == "":
+        return ()
+    if not isinstance(value, list) or not all(
+        isinstance(turn, list) and len(turn) == 2 and all(isinstance(side, str) for side in turn)
+        for turn in value
+    ):
+        raise origin.error(f"history must be a list of [question, answer] pairs, got {value!r:.80}")
+    return tuple((question, answer) for question, answer in value)
+
+
+def _integers(value: object, key: str, origin: Origin) -> tuple[int, ...]:
+    value = unpacked(value)
+    if not isinstance(value, list) or not all(type(item) is int for item in value):
+        raise origin.error(f"{key} must be a list of whole numbers, got {value!r:.80}")
+    return tuple(value)

@@ -1,0 +1,107 @@
+"""What a person sees while a run goes on: one line every few seconds, and a summary."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from tlora.runtime.directory import JobResult
+from tlora.training.driver import JobDriver
+from tlora.training.outcome import EvaluationDone, Outcome, StepDone
+
+
+class Progress(Protocol):
+    """A view of a run. It decides nothing."""
+
+    def say(self, *lines: str) -> None: ...
+
+    def start(self, drivers: list[JobDriver], budget_tokens: int) -> None: ...
+
+    def on_nano_batch(self, outcome: Outcome) -> None: ...
+
+    def on_step(self, driver: JobDriver, done: StepDone) -> None: ...
+
+    def on_evaluation(self, driver: JobDriver, done: EvaluationDone) -> None: ...
+
+    def on_end(self, result: JobResult, serving: list[str]) -> None: ...
+
+    def finish(self, results: list[JobResult], root: Path) -> None: ...
+
+
+class ProgressLines:
+    """Plain lines, for logs and for terminals alike."""
+
+    def __init__(self, out: TextIO | None = None, every_seconds: float = 5.0) -> None:
+        self.out = out or sys.stdout
+        self.every_seconds = every_seconds
+        self._drivers: list[JobDriver] = []
+        self._started = self._said = time.perf_counter()
+        self._tokens = 0
+        self._serving: dict[str, list[str]] = {}
+
+    def say(self, *lines: str) -> None:
+        for line in lines:
+            print(line, file=self.out, flush=True)
+
+    def start(self, drivers: list[JobDriver], budget_tokens: int) -> None:
+        self._drivers = drivers
+        self._started = self._said = time.perf_counter()
+        steps = sum(driver.total_steps for driver in drivers)
+        self.say(
+            f"training {len(drivers)} jobs together: {steps} steps, nano-batches of "
+            f"{budget_tokens} tokens"
+        )
+
+    def on_nano_batch(self, outcome: Outcome) -> None:
+        self._tokens += sum(outcome.tokens.values())
+        if outcome.error is not None:
+            self.say(f"a nano-batch broke off and is run again: {outcome.error}")
+        now = time.perf_counter()
+        if now - self._said >= self.every_seconds:
+            self._said = now
+            self.say(self._line(now))
+
+    def on_step(self, driver: JobDriver, done: StepDone) -> None:
+        pass
+
+    def on_evaluation(self, driver: JobDriver, done: EvaluationDone) -> None:
+        self.say(
+            f"{driver.name}: step {done.step}/{driver.total_steps} held-out loss {done.loss:.4f}"
+        )
+
+    def on_end(self, result: JobResult, serving: list[str]) -> None:
+        why = f": {result.reason}" if result.reason else ""
+        self.say(f"{result.job}: {result.status} after {result.steps} steps{why}")
+        self._serving[result.job] = serving
+
+    def finish(self, results: list[JobResult], root: Path) -> None:
+        seconds = time.perf_counter() - self._started
+        rate = self._tokens / max(seconds, 1e-9)
+        self.say(f"{self._tokens:,} tokens in {seconds:.1f} s, {rate:,.0f} tokens/s together")
+        for result in results:
+            self.say(self._summary(result, root))
+            self.say(*(f"    serve: {command}" for command in self._serving[result.job]))
+
+    def _line(self, now: float) -> str:
+        rate = self._tokens / (now - self._started)
+        parts = [
+            f"{driver.name} {driver.step}/{driver.total_steps}"
+            + (f" loss {driver.loss:.3f}" if driver.loss is not None else "")
+            for driver in self._drivers
+            if driver.step < driver.total_steps
+        ]
+        more = f" (+{len(parts) - 6} more)" if len(parts) > 6 else ""
+        return (
+            f"[{now - self._started:5.0f} s] {rate:,.0f} tokens/s | {' | '.join(parts[:6])}{more}"
+        )
+
+    def _summary(self, result: JobResult, root: Path) -> str:
+        parts = [f"{result.job}: {result.status}"]
+        if result.loss is not None:
+            parts.append(f"loss {result.loss:.4f}")
+        if result.eval_loss is not None and result.first_eval_loss is not None:
+            parts.append(f"held-out {result.first_eval_loss:.4f} -> {result.eval_loss:.4f}")
+        if result.best_step is not None:
+            parts.append(f"best {result.best_eval_loss:.4f} at step {result.best_step}")
+        parts.append(str(root / result.adapter) if result.adapter else "no adapter")
+        return ", ".join(parts)

@@ -1,0 +1,159 @@
+"""One job's own story: its batches in order, its learning rate, its evaluations, and when it is
+over.
+
+A driver feeds the engine; the engine decides with whom and when. Nothing here knows of other jobs.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from tlora.core.errors import JobFailed
+from tlora.core.job import JobSpec
+from tlora.core.sequence import TokenSequence
+from tlora.data.cursor import Cursor, next_batch, total_steps
+from tlora.model.adapters import AdapterWeights
+from tlora.training.engine import Engine
+from tlora.training.engine_job import JobState
+from tlora.training.learning_rate import learning_rate
+from tlora.training.optimiser import AdamW
+from tlora.training.outcome import EvaluationDone, StepDone
+
+
+class Sequences(Protocol):
+    """What a job draws its rows from."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> TokenSequence: ...
+
+
+class Status(Enum):
+    RUNNING = "running"
+    COMPLETED = "completed"
+    STOPPED_EARLY = "stopped_early"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Best:
+    """The adapter with the lowest held-out loss so far."""
+
+    step: int
+    loss: float
+    weights: AdapterWeights
+
+
+class JobDriver:
+    def __init__(
+        self, spec: JobSpec, train: Sequences, evaluation: Sequences | None = None
+    ) -> None:
+        self.spec = spec
+        self.train = train
+        self.evaluation = evaluation
+        self.total_steps = total_steps(
+            len(train), spec.train.batch_size, spec.train.num_train_epochs, spec.train.max_steps
+        )
+        self.status = Status.RUNNING
+        self.reason: str | None = None
+        self.cursor = Cursor()
+        self.step = 0
+        self.tokens_seen = 0
+        self.sequences_seen = 0
+        self.loss: float | None = None
+        self.eval_loss: float | None = None
+        self.first_eval_loss: float | None = None
+        self.best: Best | None = None
+        self._idle = True
+        self._evaluation_due = evaluation is not None
+        self._without_improvement = 0
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far."""
+        return self.sequences_seen / len(self.train)
+
+    def attach(
+        self, engine: Engine, weights: AdapterWeights, state: JobState | None = None
+    ) -> None:
+        """Enter an engine: anew with these weights, or with the state it left another one with."""
+        spec = self.spec
+        engine.attach(
+            self.name,
+            weights,
+            scale=spec.lora.scale,
+            dropout=spec.lora.lora_dropout,
+            seed=spec.train.seed,
+            weight=spec.train.weight,
+            optimiser=AdamW.of(spec.train),
+            state=state,
+        )
+
+    def advance(self, engine: Engine) -> None:
+        """Give the engine this job's next work, unless it has some; at the end, be over."""
+        if not self._idle or self.status is not Status.RUNNING:
+            return
+        if self._evaluation_due and self.evaluation is not None:
+            rows = [self.evaluation[index] for index in range(len(self.evaluation))]
+            engine.evaluate(self.name, rows)
+            self._idle = False
+        elif self.step < self.total_steps:
+            self._feed_batch(engine)
+            self._idle = False
+        else:
+            self.status = Status.COMPLETED
+
+    def _feed_batch(self, engine: Engine) -> None:
+        train = self.spec.train
+        indices, self.cursor = next_batch(
+            self.cursor, len(self.train), train.batch_size, train.seed
+        )
+        batch = [self.train[int(index)] for index in indices]
+        num_targets = sum(sequence.num_targets for sequence in batch)
+        engine.feed(
+            self.name, batch, loss_scale=1.0 / num_targets if train.loss == "token_mean" else 1.0
+        )
+        engine.request_step(
+            self.name,
+            learning_rate=learning_rate(train, self.step, self.total_steps),
+            max_grad_norm=train.max_grad_norm,
+        )
+
+    def on_step(self, done: StepDone) -> None:
+        self.step = done.step
+        self.loss = done.loss
+        self.tokens_seen += done.tokens
+        self.sequences_seen += done.sequences
+        every = self.spec.eval.steps
+        last = self.step == self.total_steps
+        due = last or (every is not None and self.step % every == 0)
+        self._evaluation_due = due and self.evaluation is not None
+        self._idle = True
+
+    def on_evaluation(self, done: EvaluationDone, engine: Engine) -> None:
+        self.eval_loss = done.loss
+        self._evaluation_due = False
+        self._idle = True
+        if self.step == 0:
+            self.first_eval_loss = done.loss
+        elif self.best is None or done.loss < self.best.loss:
+            weights = engine.super_model.weights(self.name)
+            self.best = Best(self.step, done.loss, weights)
+            self._without_improvement = 0
+        else:
+            self._without_improvement += 1
+            patience = self.spec.eval.patience
+            if patience is not None and self._without_improvement >= patience:
+                self.status = Status.STOPPED_EARLY
+                self.reason = (
+                    f"held-out loss has not improved on {self.best.loss:.4f} (step "
+                    f"{self.best.step}) for {patience} evaluations"
+                )
+
+    def on_failure(self, failure: JobFailed) -> None:
+        self.status = Status.FAILED
+        self.reason = failure.message
