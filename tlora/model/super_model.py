@@ -17,13 +17,15 @@ from tlora.core.errors import ModelError
 from tlora.core.job import JobSpec
 from tlora.core.sequence import TokenSequence
 from tlora.kernels.streams import threshold
-from tlora.model.adapters import AdapterWeights, new_pair
+from tlora.model.adapters import AdapterWeights, LoraPair, new_pair
 from tlora.model.linear import LoraLinear, SharedInput
 from tlora.model.packing import PackedBatch, Share, pack
 from tlora.model.pool import GroupPool, RowViews
-from tlora.model.probe import check_packing, find_groups, own_logits
+from tlora.model.probe import check_layer_types, check_packing, find_groups, own_logits
 from tlora.model.routing import Routing, Scaling
 from tlora.model.targets import choose_targets, find_targets
+
+OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 _numbers = itertools.count()
 
@@ -46,14 +48,14 @@ class SuperModel:
         self.targets = find_targets(model)
         self.scalings: dict[str, Scaling] = {}
         self._views: dict[str, dict[str, RowViews]] = {}
-        own = own_logits(model)
-        self._groups = self._replace_linears(reserve_rows)
-        self._replace_attention()
+        self._groups: list[SharedInput] = []
+        check_layer_types(model.config)
         try:
-            check_packing(model, self._probe_logits, own)
-        except (NotImplementedError, ValueError) as error:
-            if isinstance(error, ModelError):
-                raise
+            self._take_over(reserve_rows)
+        except (ModelError, *OUT_OF_MEMORY):
+            raise
+        except Exception as error:
+            # Whatever a model does not know how to do on the probe, it cannot do in training.
             raise ModelError(
                 f"base.model: {type(model).__name__} does not run on packed rows: {error}"
             ) from error
@@ -84,13 +86,12 @@ class SuperModel:
     def attach(
         self, job: str, weights: AdapterWeights, *, scale: float, dropout: float = 0.0
     ) -> None:
-        """Claim rank rows and fill them. Raises if the job is attached or names an unknown
-        module."""
+        """Claim rank rows and fill them. Raises, with nothing claimed, if the job is attached or
+        its matrices do not fit the base model."""
         if job in self.scalings:
             raise ValueError(f"job '{job}' is attached already")
-        unknown = set(weights) - set(self.targets)
-        if unknown:
-            raise ValueError(f"job '{job}': no linear named {sorted(unknown)[0]} in the base model")
+        for path, pair in weights.items():
+            self._check_fits(job, path, pair)
         for pool in self.pools:
             pool.attach(job, weights)
         self.scalings[job] = Scaling(scale, threshold(dropout))
@@ -125,24 +126,48 @@ class SuperModel:
 
     def logits(self, batch: PackedBatch) -> torch.Tensor:
         """float32 [N, vocabulary] for the N rows that predict a trained token."""
-        output = self.model(
+        # A product over N rows would depend on how many targets the neighbours have: where bits
+        # count, the head runs over all rows.
+        every_row = self.routing.per_sequence
+        logits = self.model(
             input_ids=batch.input_ids,
             position_ids=batch.position_ids,
-            logits_to_keep=batch.predicting,
+            logits_to_keep=0 if every_row else batch.predicting,
             use_cache=False,
-        )
-        return output.logits[0].float()
+        ).logits[0]
+        return (logits[batch.predicting] if every_row else logits).float()
 
     def check_integrity(self) -> None:
         for pool in self.pools:
             pool.check_integrity()
             assert set(pool.slots) <= set(self.scalings)
 
+    def _check_fits(self, job: str, path: str, pair: LoraPair) -> None:
+        target = self.targets.get(path)
+        if target is None:
+            raise ValueError(f"job '{job}': no linear named {path} in the base model")
+        rank = len(pair.a)
+        shapes = [list(pair.a.shape), list(pair.b.shape)]
+        expected = [[rank, target.in_features], [target.out_features, rank]]
+        if rank < 1 or shapes != expected:
+            raise ValueError(f"job '{job}': A and B of {path} are {shapes}, not {expected}")
+
     def _forget_places(self) -> None:
         """Rows were claimed or freed, and the pool may have grown: old tables and views are
         void."""
         self._views.clear()
         self.routing.forget_tables()
+
+    def _take_over(self, reserve_rows: int) -> None:
+        """Put the pooled linears and the packed attention in; what comes out must stay the same."""
+        own = own_logits(self.model)
+        self._groups = self._replace_linears(reserve_rows)
+        if not self._groups:
+            raise ModelError(
+                f"base.model: {type(self.model).__name__} has no linear that can carry an adapter"
+            )
+        self._replace_attention()
+        check_packing(self.model, self._probe_logits, own)
 
     def _replace_linears(self, reserve_rows: int) -> list[SharedInput]:
         numbers = {path: number for number, path in enumerate(self.targets)}
@@ -181,9 +206,7 @@ class SuperModel:
     def _probe_logits(self, sequences: list[torch.Tensor]) -> torch.Tensor:
         batch = pack_all(sequences, self.device)
         with torch.no_grad(), self.routed(batch, train=False):
-            return self.model(
-                input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
-            ).logits[0]
+            return self.logits(batch)
 
 
 def pack_all(sequences: list[torch.Tensor], device: torch.device) -> PackedBatch:

@@ -1,0 +1,1 @@
+"""What several test files share: cases, independent formulas and comparisons that can refuse."""
