@@ -69,11 +69,13 @@ THINKING = """\
 {%- if message.role == 'assistant' and loop.index0 > state.last and loop.last -%}
 {%- set thought = '' -%}
 {%- if '</think>' in message.content -%}
-{%- set thought = message.content.split('</think>')[0].split('<think>')[-1].strip() -%}{%- endif -%}
+{%- set thought = message.content.split('</think>')[0].split('<think>')[-1].strip() -%}
+{%- endif -%}
 {{- '<think>\\n' + thought + '\\n</think>\\n\\n' + text -}}
 {%- elif message.role == 'assistant' -%}{{- text -}}
 {%- else -%}{{- message.content -}}{%- endif -%}
-{%- for call in message.tool_calls or [] -%}{{- '[call ' + call.function.name + ']' -}}{%- endfor -%}
+{%- for call in message.tool_calls or [] -%}
+{{- '[call ' + call.function.name + ']' -}}{%- endfor -%}
 {{- '<|end|>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif -%}"""
@@ -85,7 +87,8 @@ MOVING_SYSTEM = """\
 {%- for message in messages -%}
 {%- if message.role == 'user' -%}
 {{- '<|turn|>' -}}
-{%- if messages[0].role == 'system' and message == last -%}{{- messages[0].content + '\\n' -}}{%- endif -%}
+{%- if messages[0].role == 'system' and message == last -%}
+{{- messages[0].content + '\\n' -}}{%- endif -%}
 {{- message.content + '<|header|>' -}}
 {%- elif message.role == 'assistant' -%}{{- ' ' + message.content + '<|end|>' -}}{%- endif -%}
 {%- endfor -%}"""
@@ -101,7 +104,8 @@ MARKED = """\
 
 # Repeats every answer at the end of the text.
 ECHO = """\
-{%- for message in messages -%}{{- message.role + ': ' + message.content + '<|end|>' -}}{%- endfor -%}
+{%- for message in messages -%}
+{{- message.role + ': ' + message.content + '<|end|>' -}}{%- endfor -%}
 {%- for message in messages -%}{{- message.content + ' again ' -}}{%- endfor -%}"""
 
 

@@ -77,6 +77,6 @@ def test_a_cursor_of_another_dataset_is_refused():
 
 
 def test_orders_are_even():
-    """Each row comes first about as often as any other; a rank of words that repeat would not be."""
+    """Each row comes first about as often as any other: within five standard deviations."""
     firsts = np.bincount([order(seed, 0, 4)[0] for seed in range(2000)], minlength=4)
     assert (np.abs(firsts - 500) < 5 * np.sqrt(2000 * 0.25 * 0.75)).all()

@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+import re
 import subprocess
 import sys
 import types
@@ -61,7 +62,7 @@ def read(*paths: Path | str) -> list[dict[str, object]]:
     return [row.values for row in read_rows(find_sources(tuple(map(str, paths))))]
 
 
-def refused(path: Path) -> str:
+def refused(path: Path | str) -> str:
     with pytest.raises(DataError) as caught:
         read(path)
     return str(caught.value)
@@ -133,9 +134,7 @@ def test_an_array_may_be_cut_anywhere_by_the_buffer(block, monkeypatch, tmp_path
 def test_damaged_json_is_named_by_its_place(content, complaint, tmp_path):
     path = tmp_path / "rows.json"
     path.write_bytes(content)
-    message = refused(path)
-    assert message.startswith(str(path))
-    pytest.raises(DataError, read, path).match(complaint)
+    assert re.search("^" + re.escape(str(path)) + ".*" + complaint, refused(path))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +150,7 @@ def test_damaged_json_is_named_by_its_place(content, complaint, tmp_path):
 def test_damaged_csv_is_named_by_its_line(content, complaint, tmp_path):
     path = tmp_path / "rows.csv"
     path.write_bytes(content)
-    pytest.raises(DataError, read, path).match(complaint)
+    assert re.search(complaint, refused(path))
 
 
 def test_csv_cells_may_be_long(tmp_path):
@@ -183,7 +182,7 @@ def test_paths_that_name_nothing_are_refused(tmp_path):
 
 def test_a_hub_dataset_without_the_library_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    pytest.raises(DataError, read, "someone/rows").match(r"someone/rows: .*pip install")
+    assert re.search(r"someone/rows: .*pip install", refused("someone/rows"))
 
 
 def test_a_hub_dataset_is_streamed_and_an_unreachable_one_is_named(monkeypatch):
@@ -197,7 +196,7 @@ def test_a_hub_dataset_is_streamed_and_an_unreachable_one_is_named(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     assert read("someone/rows", "someone/rows:test") == [{"text": "train"}, {"text": "test"}]
-    pytest.raises(DataError, read, "someone/else").match(r"someone/else: .*no route to the Hub")
+    assert re.search(r"someone/else: .*no route to the Hub", refused("someone/else"))
 
 
 MEASURE = """

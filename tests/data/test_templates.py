@@ -1,4 +1,4 @@
-"""Masks of chats: exactly what the assistant wrote and its end token, whatever the template's ways."""
+"""Masks of chats: exactly what the assistant wrote and its end token, whatever the template."""
 
 import numpy as np
 import pytest

@@ -1,6 +1,5 @@
-"""Token masks: the rule for tokens at the edges, plain layouts, frames and rows that came as tokens."""
+"""Token masks: the rule at the edges, plain layouts, begin and end tokens, rows of tokens."""
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, processors
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
@@ -11,10 +10,11 @@ from tlora.data.examples import Chat, Completion, Instruction, Preference, Text,
 
 
 def merging_tokenizer() -> PreTrainedTokenizerFast:
-    """Characters, and one token that holds a line break and the letter after it."""
-    letters = [*"abcdefghijklmnopqrstuvwxyz \n", "</s>", "\ny"]
+    """Characters, and tokens that hold what often stands between question and answer."""
+    letters = [*"abcdefghijklmnopqrstuvwxyz: \n", "</s>", ":y", "\ny", "\n\n"]
     vocabulary = {letter: number for number, letter in enumerate(letters)}
-    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[("\n", "y")]))
+    merges = [(":", "y"), ("\n", "y"), ("\n", "\n")]
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>")
 
 
@@ -39,17 +39,48 @@ class CharacterTokenizer(PreTrainedTokenizer):
         return "".join(tokens)
 
 
-def test_a_token_that_begins_in_the_prompt_is_not_trained(encode):
-    """The answer's first letter is merged with the line break before it; that token is the prompt's."""
+@pytest.mark.parametrize(
+    ("separator", "answer", "tokens", "num_trained"),
+    [
+        (":", "yes", ["q", ":y", "e", "s", "</s>"], 3),  # ":" is the prompt's, so its token is
+        ("\n", "yes", ["q", "\ny", "e", "s", "</s>"], 4),  # only white space of it is the prompt's
+        (
+            "\n",
+            "\nno",
+            ["q", "\n\n", "n", "o", "</s>"],
+            3,
+        ),  # nothing visible: its first place counts
+        (" ", "no", ["q", " ", "n", "o", "</s>"], 3),
+    ],
+)
+def test_a_token_belongs_where_its_first_visible_character_is(
+    separator, answer, tokens, num_trained, encode
+):
     merging = merging_tokenizer()
-    row = encode(Completion("ok", "yes"), merging)
-    tokens = merging.convert_ids_to_tokens(row.input_ids)
-    assert tokens == ["o", "k", "\ny", "e", "s", "</s>"]
-    assert (row.labels != IGNORED).tolist() == [False, False, False, True, True, True]
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content + '"
+        + separator.replace("\n", "\\n")
+        + "' }}{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+    )
+    row = encode(Completion("q", answer), merging, template)
+    assert merging.convert_ids_to_tokens(row.input_ids) == tokens
+    untrained = len(tokens) - num_trained
+    assert (row.labels != IGNORED).tolist() == [False] * untrained + [True] * num_trained
 
 
-def test_a_token_whose_offsets_leave_out_its_leading_space_begins_at_the_space(tokenizer, encode):
-    """The prompt ends with a space that the tokenizer puts into the answer's first token."""
+def test_white_space_after_an_answer_does_not_draw_in_the_next_word(encode, assert_trained):
+    """The answer ends with a line break that the tokenizer puts into the next question's token."""
+    merging = merging_tokenizer()
+    chat = turns([("user", "q"), ("assistant", "a\n"), ("user", "yes"), ("assistant", "b")])
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    row = encode(chat, merging, template)
+    assert_trained(row.input_ids, row.labels, ["a", "b"], merging)
+
+
+def test_a_space_at_the_end_of_the_prompt_does_not_cost_the_answer_its_first_word(
+    tokenizer, encode, assert_trained
+):
+    """Whether the tokenizer counts that space into its offsets or leaves it out."""
     trimming = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(tokenizer.backend_tokenizer.to_str()),
         eos_token="<|end|>",
@@ -58,8 +89,7 @@ def test_a_token_whose_offsets_leave_out_its_leading_space_begins_at_the_space(t
     assert trimming("are you", return_offsets_mapping=True)["offset_mapping"][-1] == (4, 7)
     for each in (tokenizer, trimming):
         row = encode(Completion("how are ", "you today"), each)
-        first = int(np.flatnonzero(row.labels != IGNORED)[0])
-        assert each.decode(row.input_ids[:first]) == "how are you"
+        assert_trained(row.input_ids, row.labels, [" you today<|end|>"], each)
 
 
 def test_characters_of_several_tokens_are_trained_whole(tokenizer, encode, assert_trained):
@@ -166,7 +196,7 @@ def test_a_row_without_a_token_to_train_on_is_refused(example, templates, tokeni
 
 def test_preference_pairs_are_refused(tokenizer, encode):
     pair = Preference(Completion("a", "b"), Completion("a", "c"))
-    with pytest.raises(DataError, match="rows.jsonl:7: preference pairs"):
+    with pytest.raises(DataError, match=r"rows.jsonl:7: preference pairs"):
         encode(pair, tokenizer)
 
 

@@ -15,7 +15,9 @@ from tlora.data.rows import Origin, Row
 from tlora.data.sources import FileSource
 from tlora.data.streams import ByteStream, open_bytes
 
-BATCH_ROWS = 256
+BATCH_ROWS = 64
+BUFFER_BYTES = 1 << 20
+"""Of each column; without it a whole row group is read before its first row is given."""
 
 
 def read_parquet(source: FileSource) -> Iterator[Row]:
@@ -29,7 +31,8 @@ def read_parquet(source: FileSource) -> Iterator[Row]:
     number = 0
     with _seekable(source) as file:
         try:
-            for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=BATCH_ROWS):
+            table = pyarrow.parquet.ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False)
+            for batch in table.iter_batches(batch_size=BATCH_ROWS):
                 for values in batch.to_pylist():
                     number += 1
                     yield Row(values, Origin(source.name, number))

@@ -108,7 +108,8 @@ def _tokenised(
     sources = find_sources(paths)
     names = tuple(source.name for source in sources)
     template = resolve_template(data.chat_template)
-    key = cache_key(sources, data, template, tokenizer, memo_dir=cache_dir / "digests")
+    memo_dir = cache_dir / "digests"
+    key = cache_key(sources, data, template, tokenizer, memo_dir=memo_dir)
     target = cache_dir / "tokens" / key
     cache = open_cache(target, names)
     if cache is not None:
@@ -131,6 +132,8 @@ def _tokenised(
                 writer.add(row)
             if progress is not None:
                 progress(len(writer))
+        if key != cache_key(sources, data, template, tokenizer, memo_dir=memo_dir):
+            raise DataError("the files changed while they were read", path=", ".join(paths))
         writer.publish(detected=detection.text, rendering=rendering)
     cache = open_cache(target, names)
     assert cache is not None, f"{target} was just published"

@@ -111,11 +111,7 @@ def _file(path: Path) -> FileSource:
 
 
 def _recognise(path: Path) -> FileSource | None:
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    compression = COMPRESSIONS.get(suffixes.pop()) if suffixes[-1:] and _packed(suffixes) else None
-    kind = FORMATS.get(suffixes[-1]) if suffixes else None
+    compression = COMPRESSIONS.get(path.suffix.lower())
+    inner = path.with_suffix("") if compression else path
+    kind = FORMATS.get(inner.suffix.lower())
     return FileSource(path, kind, compression) if kind else None
-
-
-def _packed(suffixes: list[str]) -> bool:
-    return suffixes[-1] in COMPRESSIONS

@@ -9,7 +9,7 @@ import io
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 from tlora.core.errors import DataError
 from tlora.data.sources import FileSource
@@ -48,8 +48,7 @@ def _zstandard_stream(source: FileSource) -> Iterator[ByteStream]:
     try:
         with open(source.path, "rb") as packed:
             reader = zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True)
-            # Its type is a file's in all but name.
-            with io.BufferedReader(cast(io.RawIOBase, reader)) as stream:
+            with io.BufferedReader(cast(Any, reader)) as stream:  # a raw stream in all but type
                 yield stream
     except zstandard.ZstdError as error:
         raise DataError(f"the compressed file is damaged: {error}", path=source.name) from error

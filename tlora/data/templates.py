@@ -17,6 +17,7 @@ A template that allows neither is refused: a wrong mask would train on the wrong
 import re
 from typing import TYPE_CHECKING, Any
 
+from tlora.core.errors import DataError
 from tlora.data.examples import Chat, Message
 from tlora.data.rendered import Rendered
 from tlora.data.rows import Origin
@@ -170,7 +171,7 @@ def _like(message: Message, text: str) -> object:
     return [{"type": "text", "text": text}] if isinstance(message["content"], list) else text
 
 
-def _unstable(place: int, origin: Origin) -> Exception:
+def _unstable(place: int, origin: Origin) -> DataError:
     return origin.error(
         f"cannot tell which part of the rendered chat is message {place + 1}, because the chat "
         "template changes the text around it; give data.chat_template a template with "
