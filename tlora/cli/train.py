@@ -49,6 +49,9 @@ def train(
     from tlora.runtime.training import train as train_run
 
     result = train_run(spec, output=folder, fresh=fresh)
+    if result.interrupted:
+        print_error("interrupted: the same command goes on from here")
+        raise typer.Exit(130)
     if result.failed:
         print_error(f"failed: {', '.join(result.failed)}; the reasons are in {folder}")
         raise typer.Exit(1)

@@ -264,8 +264,8 @@ class SaveSpec:
 
     __pydantic_config__ = STRICT
 
-    steps: int | None = None
-    """Save every so many steps; null for the end only."""
+    steps: int | None = 100
+    """Save every so many steps; null for interruptions only."""
 
     total_limit: int | None = 2
     """Keep at most so many checkpoints; null keeps all."""

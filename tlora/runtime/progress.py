@@ -25,6 +25,8 @@ class Progress(Protocol):
 
     def on_end(self, result: JobResult, serving: list[str]) -> None: ...
 
+    def on_interrupt(self) -> None: ...
+
     def finish(self, results: list[JobResult], root: Path) -> None: ...
 
 
@@ -74,13 +76,16 @@ class ProgressLines:
         self.say(f"{result.job}: {result.status} after {result.steps} steps{why}")
         self._serving[result.job] = serving
 
+    def on_interrupt(self) -> None:
+        self.say("stopping after this nano-batch; press Ctrl-C again to leave at once")
+
     def finish(self, results: list[JobResult], root: Path) -> None:
         seconds = time.perf_counter() - self._started
         rate = self._tokens / max(seconds, 1e-9)
         self.say(f"{self._tokens:,} tokens in {seconds:.1f} s, {rate:,.0f} tokens/s together")
         for result in results:
             self.say(self._summary(result, root))
-            self.say(*(f"    serve: {command}" for command in self._serving[result.job]))
+            self.say(*(f"    serve: {command}" for command in self._serving.get(result.job, [])))
 
     def _line(self, now: float) -> str:
         rate = self._tokens / (now - self._started)

@@ -1,14 +1,19 @@
 """Everything a run leaves behind as it goes: metrics, events, adapters, results."""
 
+import os
 import time
+from pathlib import Path
 
 from tlora.core.errors import TloraError
 from tlora.core.job import BaseSpec
 from tlora.model.adapters import AdapterWeights
 from tlora.model.peft_format import serving_commands
+from tlora.runtime.checkpointing import CheckpointWriter, SaveFailed
 from tlora.runtime.directory import JobResult, RunDirectory
 from tlora.runtime.exporting import export
 from tlora.runtime.progress import Progress
+from tlora.runtime.resuming import Resumption
+from tlora.training.checkpoint import Checkpoint
 from tlora.training.driver import JobDriver, Status
 from tlora.training.engine import Engine
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
@@ -25,15 +30,52 @@ class Recorder:
         self.engine = engine
         self.progress = progress
         self.results: list[JobResult] = []
+        self._writer = CheckpointWriter()
+        self._drivers: dict[str, JobDriver] = {}
         self._started = time.perf_counter()
         self._last_step: dict[str, float] = {}
 
     def start(self, drivers: list[JobDriver], budget_tokens: int) -> None:
         self._started = time.perf_counter()
         for driver in drivers:
+            self._drivers[driver.name] = driver
             self._last_step[driver.name] = self._started
-            self.directory.event("attached", job=driver.name, total_steps=driver.total_steps)
+            self.directory.event(
+                "attached", job=driver.name, step=driver.step, total_steps=driver.total_steps
+            )
         self.progress.start(drivers, budget_tokens)
+
+    def keep(self, result: JobResult) -> None:
+        """The job was over before this run began."""
+        self.results.append(result)
+        self.progress.say(f"{result.job}: {result.status} before, after {result.steps} steps")
+
+    def resume(self, driver: JobDriver, found: Resumption) -> None:
+        """Cut the job's metrics back to its checkpoint, so that nothing is logged twice."""
+        for damage in found.damaged:
+            self.progress.say(f"{driver.name}: {damage}; going back to the one before")
+        metrics = self._metrics_path(driver)
+        if found.checkpoint is None:
+            metrics.unlink(missing_ok=True)
+            return
+        size = int(str(found.checkpoint.progress["metrics_bytes"]))
+        if metrics.exists() and metrics.stat().st_size > size:
+            os.truncate(metrics, size)
+        self.progress.say(f"{driver.name}: goes on after step {found.checkpoint.state.step}")
+
+    def save(self, drivers: list[JobDriver]) -> None:
+        """Checkpoint jobs that were stopped, and wait until that is done."""
+        for driver in drivers:
+            self._checkpoint(driver)
+        self._writer.flush()
+        for driver in drivers:
+            self.progress.say(f"{driver.name}: saved at step {driver.step}/{driver.total_steps}")
+        for failure in self._writer.failures():
+            self.progress.say(f"{failure.job}: {failure.reason}")
+
+    def close(self) -> None:
+        self._writer.close()
+        self.directory.close()
 
     def on_nano_batch(self, outcome: Outcome) -> None:
         self.directory.event(
@@ -44,6 +86,8 @@ class Recorder:
             seconds=round(outcome.seconds, 6),
             error=outcome.error,
         )
+        for failure in self._writer.failures():
+            self._pause(failure)
         self.progress.on_nano_batch(outcome)
 
     def on_step(self, driver: JobDriver, done: StepDone) -> None:
@@ -61,18 +105,22 @@ class Recorder:
                 nano_batches=done.nano_batches,
                 tokens_per_s=round(done.tokens / max(seconds, 1e-9), 1),
             )
+        every = driver.spec.save.steps
+        if every is not None and done.step % every == 0 and done.step < driver.total_steps:
+            self._checkpoint(driver)
         self.progress.on_step(driver, done)
 
     def on_evaluation(self, driver: JobDriver, done: EvaluationDone) -> None:
         self._last_step[driver.name] = time.perf_counter()
         self._metrics(driver, "eval", loss=done.loss, target_tokens=done.target_tokens)
-        if driver.best is not None and driver.best.step == done.step:
-            self._export(driver, driver.best.weights, "best")
+        best = driver.best
+        if best is not None and best.step == done.step and best.weights is not None:
+            self._export(driver, best.weights, "best")
         self.progress.on_evaluation(driver, done)
 
     def on_end(self, driver: JobDriver) -> None:
         adapter = None
-        if driver.status is not Status.FAILED:
+        if driver.status in (Status.COMPLETED, Status.STOPPED_EARLY):
             weights = self.engine.super_model.weights(driver.name)
             adapter = self._export(driver, weights, "adapter")
         best = driver.best
@@ -104,6 +152,29 @@ class Recorder:
             )
         self.progress.on_end(result, serving)
 
+    def _checkpoint(self, driver: JobDriver) -> None:
+        progress = driver.progress() | {"metrics_bytes": self._metrics_bytes(driver)}
+        self._writer.submit(
+            driver.name,
+            self.directory.job(driver.name) / "checkpoints",
+            Checkpoint(self.engine.state(driver.name), progress),
+            keep=driver.spec.save.total_limit,
+        )
+
+    def _pause(self, failure: SaveFailed) -> None:
+        """A job that cannot be saved stops where it is; what was saved before stays."""
+        driver = self._drivers[failure.job]
+        if driver.status is Status.RUNNING:
+            driver.status = Status.PAUSED
+            driver.reason = failure.reason
+
+    def _metrics_path(self, driver: JobDriver) -> Path:
+        return self.directory.job(driver.name) / "metrics.jsonl"
+
+    def _metrics_bytes(self, driver: JobDriver) -> int:
+        path = self._metrics_path(driver)
+        return path.stat().st_size if path.exists() else 0
+
     def _export(self, driver: JobDriver, weights: AdapterWeights, name: str) -> str | None:
         """A full disk or a wrong file is this job's failure, not its neighbours'."""
         path = self.directory.job(driver.name) / name
@@ -131,4 +202,4 @@ class Recorder:
             "tokens_per_s": values.get("tokens_per_s"),
             "time": time.time(),
         }
-        self.directory.append(self.directory.job(driver.name) / "metrics.jsonl", record)
+        self.directory.append(self._metrics_path(driver), record)

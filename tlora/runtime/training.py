@@ -10,6 +10,7 @@ import transformers
 
 import tlora
 from tlora.config import dump_spec
+from tlora.core.errors import SpecError
 from tlora.core.job import JobSpec, RunSpec
 from tlora.data.prepare import PreparedData
 from tlora.model.adapters import AdapterWeights
@@ -18,8 +19,10 @@ from tlora.model.super_model import SuperModel
 from tlora.runtime.checking import check_start, context_length, prepare_jobs, start_of
 from tlora.runtime.directory import JobResult, RunDirectory, replace_text
 from tlora.runtime.environment import quieten_libraries
+from tlora.runtime.interrupts import interruptible
 from tlora.runtime.progress import Progress, ProgressLines
 from tlora.runtime.recording import Recorder
+from tlora.runtime.resuming import check_unchanged, resumption
 from tlora.training.driver import JobDriver
 from tlora.training.engine import Engine
 from tlora.training.loop import run_jobs
@@ -32,52 +35,82 @@ DEFAULT_BUDGET = {"cpu": 1024, "cuda": 8192}
 class RunResult:
     output: Path
     jobs: dict[str, JobResult] = field(default_factory=dict[str, JobResult])
+    interrupted: bool = False
+    """A person asked to stop: what was not over is saved and goes on with the same command."""
 
     @property
     def failed(self) -> list[str]:
-        return [name for name, result in self.jobs.items() if result.status == "failed"]
+        """Jobs that did not get through: failed or paused."""
+        return [name for name, job in self.jobs.items() if job.status in ("failed", "paused")]
 
 
 def train(
-    spec: RunSpec, *, output: Path, fresh: bool = False, progress: Progress | None = None
+    spec: RunSpec, *, output: Path | str, fresh: bool = False, progress: Progress | None = None
 ) -> RunResult:
-    """Train every job of the spec. Raises for what is wrong before training starts; afterwards a
-    job that fails is a result, and the others go on."""
+    """Train every job of the spec, going on where an earlier run in `output` stopped. Raises for
+    what is wrong before training starts; afterwards a job that fails is a result, and the others
+    go on."""
     quieten_libraries()
     progress = progress or ProgressLines()
     device = resolve_device(spec.engine.device)
-    limit = context_length(load_config(spec.base))
-    data = prepare_jobs(spec, limit=limit)
+    directory = RunDirectory(Path(output))
+    resumed = directory.is_run and not fresh
+    if resumed:
+        check_unchanged(directory, spec)
+    data = prepare_jobs(spec, limit=context_length(load_config(spec.base)))
+    budget = nano_batch_tokens(spec, device, data)
     for name, prepared in data.items():
         progress.say(*(f"{name}: {line}" for line in prepared.report.lines()))
     model = load_super_model(spec, device)
     starts = {job.name: adapter_start(job, model) for job in spec.jobs}
 
-    directory = RunDirectory(Path(output))
-    directory.create(fresh=fresh)
+    if not resumed:
+        directory.create(fresh=fresh)
     replace_text(directory.root / "resolved.yaml", dump_spec(spec))
     directory.write_json(directory.root / "run.json", describe_run(spec, device))
-
-    budget = nano_batch_tokens(spec, device, data)
     engine = Engine(
         model,
         budget_tokens=budget,
         bucket_step=64 if device.type == "cpu" else None,
         exact=spec.engine.isolation == "exact",
     )
+    recorder = Recorder(directory, spec.base, engine, progress)
+    try:
+        drivers = enter_jobs(spec, data, starts, recorder)
+        recorder.start(drivers, budget)
+        with interruptible(on_first=progress.on_interrupt) as interrupt:
+            unfinished = run_jobs(engine, drivers, recorder, should_stop=interrupt)
+        recorder.save(unfinished)
+    finally:
+        recorder.close()
+    progress.finish(recorder.results, directory.root)
+    results = {result.job: result for result in recorder.results}
+    return RunResult(directory.root, results, interrupted=bool(unfinished))
+
+
+def enter_jobs(
+    spec: RunSpec,
+    data: dict[str, PreparedData],
+    starts: dict[str, AdapterWeights],
+    recorder: Recorder,
+) -> list[JobDriver]:
+    """Attach every job that is not over, anew or from its newest whole checkpoint."""
     drivers = []
     for job in spec.jobs:
+        found = resumption(recorder.directory, job)
+        if found.result is not None:
+            recorder.keep(found.result)
+            continue
         driver = JobDriver(job, data[job.name].train, data[job.name].evaluation)
-        driver.attach(engine, starts[job.name])
+        recorder.resume(driver, found)
+        if found.checkpoint is None:
+            driver.attach(recorder.engine, starts[job.name])
+        else:
+            driver.restore(found.checkpoint.progress)
+            state = found.checkpoint.state
+            driver.attach(recorder.engine, state.weights, state=state)
         drivers.append(driver)
-    recorder = Recorder(directory, spec.base, engine, progress)
-    recorder.start(drivers, budget)
-    try:
-        run_jobs(engine, drivers, recorder)
-    finally:
-        directory.close()
-    progress.finish(recorder.results, directory.root)
-    return RunResult(directory.root, {result.job: result for result in recorder.results})
+    return drivers
 
 
 def load_super_model(spec: RunSpec, device: torch.device) -> SuperModel:
@@ -97,13 +130,22 @@ def adapter_start(job: JobSpec, model: SuperModel) -> AdapterWeights:
 
 
 def nano_batch_tokens(spec: RunSpec, device: torch.device, data: dict[str, PreparedData]) -> int:
-    """The token budget: what the spec says, or the device's default, but at least the longest
-    sequence where every nano-batch must have one size."""
+    """The token budget. Where bits count every nano-batch has this size, so it must hold every row:
+    a size that followed the rows would follow the neighbours'."""
     chosen = spec.engine.nano_batch_tokens
     budget = DEFAULT_BUDGET[device.type] if chosen == "auto" else chosen
-    if spec.engine.isolation != "exact":
-        return budget
-    return max(budget, *(int(prepared.train.lengths.max()) for prepared in data.values()))
+    if spec.engine.isolation == "exact":
+        for name, prepared in data.items():
+            views = [view for view in (prepared.train, prepared.evaluation) if view is not None]
+            longest = max(int(view.lengths.max()) for view in views)
+            if longest > budget:
+                raise SpecError(
+                    f"rows of up to {longest} tokens, but exact isolation runs nano-batches of "
+                    f"{budget}; set engine.nano_batch_tokens to at least {longest}",
+                    job=name,
+                    field="train.max_length",
+                )
+    return budget
 
 
 def describe_run(spec: RunSpec, device: torch.device) -> dict[str, object]:

@@ -71,7 +71,8 @@ def save_checkpoint(parent: Path, job: str, checkpoint: Checkpoint) -> Path:
             for file, data in contents.items()
         },
     }
-    contents[MANIFEST] = json.dumps(manifest, indent=2).encode()
+    signed = {**manifest, "sha256": _manifest_digest(manifest)}
+    contents[MANIFEST] = json.dumps(signed, indent=2).encode()
     parent.mkdir(parents=True, exist_ok=True)
     staged = parent / f".{name}.{os.getpid()}"
     shutil.rmtree(staged, ignore_errors=True)
@@ -161,15 +162,22 @@ def _with_suffix(tensors: dict[str, torch.Tensor], suffix: str) -> dict[str, tor
     }
 
 
+def _manifest_digest(manifest: dict[str, object]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
 def _read_manifest(path: Path):
+    """The manifest vouches for the files, and its own digest for the manifest."""
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
-        if manifest["v"] != VERSION or set(manifest["files"]) != set(FILES):
-            raise CheckpointDamaged(f"{path}: was written by another version")
-        int(manifest["step"])
-        return manifest
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        digest = manifest.pop("sha256")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointDamaged(f"{path}: its manifest cannot be read: {error}") from None
+    if digest != _manifest_digest(manifest):
+        raise CheckpointDamaged(f"{path}: its manifest is not what was saved")
+    if manifest["v"] != VERSION:
+        raise CheckpointDamaged(f"{path}: was written by another version")
+    return manifest
 
 
 def _read_checked(path: Path, expected: dict[str, object]) -> bytes:

@@ -1,11 +1,14 @@
 """Who shares the next nano-batch: a pure decision over what every job has waiting.
 
-Jobs are served by deficit round robin: each pass gives every waiting job credit in proportion to
-its weight, a job pays for the tokens it gets, and room that entitled jobs leave is filled by
-whoever fits. A job offers only what is left of its current batch, so a nano-batch never holds two
-batches of one job; what it cannot use because its batch ran out is not saved up.
+Jobs are served by deficit round robin: a job pays with credit for the tokens it gets, and what a
+pass has cost is granted back to all waiting jobs in proportion to their weights. The job with the
+largest claim (credit for its weight) always goes first, so nobody waits for ever; the others that
+are owed something follow, and room that they leave is filled by whoever fits. A job offers only
+what is left of its current batch, so a nano-batch never holds two batches of one job; what it
+cannot use because its batch ran out is not saved up.
 """
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -27,7 +30,7 @@ class Waiting:
 
     weight: float = 1.0
     credit: float = 0.0
-    """Tokens it is owed (or, negative, has had in advance)."""
+    """Tokens it is owed (or, negative, has had in advance), as the last composition left it."""
 
     rank: int = 1
     """Its work per token in the adapters, which composing levels."""
@@ -49,7 +52,7 @@ class Composition:
     tokens: int
     picks: tuple[Pick, ...]
     credits: dict[str, float]
-    """Every member's credit after this pass."""
+    """Of all that were waiting, after this pass."""
 
 
 def buckets_for(budget: int, *, step: int | None = None) -> tuple[int, ...]:
@@ -81,91 +84,127 @@ def compose(
     """
     if not waiting:
         return None
-    kind = max(waiting, key=lambda each: each.credit / each.weight).kind
-    members = [_Member(each) for each in waiting if each.kind is kind]
-    total_weight = sum(member.weight for member in members)
-    for member in members:
-        member.entitle(budget * member.weight / total_weight, budget)
-    members.sort(key=lambda member: -member.credit / member.weight)
-    head = members[0]
-    if head.next_length > budget:
-        head.take(0)
+    members = [_Member(each, place, in_order) for place, each in enumerate(waiting)]
+    head = max(members, key=lambda member: member.claim)
+    sharing = [member for member in members if member.kind is head.kind]
+    if head.lengths[0] > budget:
+        head.take(budget)
     else:
-        _fill(members, budget, in_order)
-    tokens = sum(member.tokens for member in members)
-    order = {each.job: place for place, each in enumerate(waiting)}
-    taken = sorted((member for member in members if member.taken), key=lambda m: order[m.job])
+        _fill(sharing, head, budget)
+    tokens = sum(member.tokens for member in sharing)
     return Composition(
-        kind=kind,
+        kind=head.kind,
         rows=bucket_of(tokens, budget, buckets),
         tokens=tokens,
-        picks=tuple(Pick(member.job, tuple(member.taken)) for member in taken),
-        credits={member.job: member.settled_credit() for member in members},
+        picks=tuple(Pick(member.job, tuple(member.taken)) for member in sharing if member.taken),
+        credits=_settle(members, head.kind),
     )
 
 
 class _Member:
     """A job while a nano-batch is being filled."""
 
-    def __init__(self, waiting: Waiting) -> None:
+    def __init__(self, waiting: Waiting, place: int, in_order: bool) -> None:
         self.job = waiting.job
+        self.kind = waiting.kind
         self.weight = waiting.weight
         self.rank = waiting.rank
         self.credit = waiting.credit
         self.lengths = waiting.lengths
-        self.left = list(range(len(waiting.lengths)))
+        self.place = place
         self.taken: list[int] = []
         self.tokens = 0
+        self._in_order = in_order
+        self._next = 0
+        self._shortest = min(waiting.lengths)
 
     @property
-    def next_length(self) -> int:
-        return self.lengths[self.left[0]]
+    def claim(self) -> float:
+        return self.credit / self.weight
 
-    def entitle(self, tokens: float, budget: int) -> None:
-        """More credit than the next sequence or a whole nano-batch needs would only buy bursts."""
-        self.credit = min(self.credit + tokens, max(budget, self.next_length))
+    @property
+    def has_more(self) -> bool:
+        return len(self.taken) < len(self.lengths)
 
-    def first_fit(self, room: int, in_order: bool) -> int | None:
-        """The place in `left` of a sequence that fits, or None."""
-        places = range(min(1, len(self.left))) if in_order else range(len(self.left))
-        return next((p for p in places if self.lengths[self.left[p]] <= room), None)
+    def fits(self, room: int) -> bool:
+        """Move on to the first sequence that fits. The room only shrinks while a nano-batch is
+        filled, so that what was passed over need not be looked at again."""
+        if self._shortest > room:
+            return False
+        while self._next < len(self.lengths) and self.lengths[self._next] > room:
+            if self._in_order:
+                return False
+            self._next += 1
+        return self._next < len(self.lengths)
 
-    def take(self, place: int) -> int:
-        index = self.left.pop(place)
-        self.taken.append(index)
-        self.tokens += self.lengths[index]
-        self.credit -= self.lengths[index]
-        return self.lengths[index]
+    def take(self, budget: int) -> int:
+        """The next sequence: its tokens. No debt grows beyond a nano-batch: room that nobody else
+        could use is free, or a job would have to make up for all the gaps it ever filled."""
+        length = self.lengths[self._next]
+        self.taken.append(self._next)
+        self._next += 1
+        self.tokens += length
+        self.credit = max(self.credit - length, min(self.credit, -max(budget, length)))
+        return length
 
-    def settled_credit(self) -> float:
-        return self.credit if self.left else min(self.credit, 0.0)
+
+class _Queue:
+    """Members by claim, the largest first."""
+
+    def __init__(self, members: list[_Member]) -> None:
+        self._heap = [(-member.claim, member.place, member) for member in members]
+        heapq.heapify(self._heap)
+
+    def first(self, room: int) -> _Member | None:
+        """The first that has something that fits; those before it have not, and are out."""
+        while self._heap and not self._heap[0][2].fits(room):
+            heapq.heappop(self._heap)
+        return self._heap[0][2] if self._heap else None
+
+    def reorder_first(self) -> None:
+        """The first has taken something."""
+        member = self._heap[0][2]
+        heapq.heapreplace(self._heap, (-member.claim, member.place, member))
 
 
-def _fill(members: list[_Member], budget: int, in_order: bool) -> None:
+def _fill(members: list[_Member], head: _Member, budget: int) -> None:
+    """Whole sequences up to the budget: the head's next one, then what is owed, then what fits.
+
+    Among those that are owed something the adapters' work decides, so that the sum of tokens x rank
+    is alike in all nano-batches: while the ranks so far are above the mean that the weights make,
+    the largest claim among the jobs of lower rank is next, and the other way round.
+    """
+    weights = sum(member.weight for member in members)
+    mean_rank = sum(member.weight * member.rank for member in members) / weights
+    # Where all claims would meet if this nano-batch could be cut by weight.
+    even = (sum(member.credit for member in members) - budget) / weights
+    low = _Queue([member for member in members if member.rank <= mean_rank])
+    high = _Queue([member for member in members if member.rank > mean_rank])
+    queue, member = (low if head.rank <= mean_rank else high), head
     room = budget
-    for member in members:
-        while member.left and member.next_length <= min(room, member.credit):
-            room -= member.take(0)
-    waiting = [(member.rank, length) for member in members for length in member.lengths]
-    mean_rank = sum(rank * length for rank, length in waiting) / sum(n for _, n in waiting)
-    excess = sum((member.rank - mean_rank) * member.tokens for member in members)
-    while True:
-        fitting = [
-            (member, place)
-            for member in members
-            if (place := member.first_fit(room, in_order)) is not None
-        ]
-        if not fitting:
-            return
-        # Level the adapters' work: what brings the sum of tokens x rank nearest to the mean goes
-        # first; equals by credit.
-        member, place = min(
-            fitting,
-            key=lambda each: (
-                abs(excess + (each[0].rank - mean_rank) * each[0].lengths[each[0].left[each[1]]]),
-                -each[0].credit / each[0].weight,
-            ),
-        )
-        length = member.take(place)
+    excess = 0.0
+    while member is not None:
+        length = member.take(budget)
+        queue.reorder_first()
         room -= length
         excess += (member.rank - mean_rank) * length
+        queue, other = (low, high) if excess > 0 else (high, low)
+        member, instead = queue.first(room), other.first(room)
+        if member is None or (instead is not None and member.claim <= even < instead.claim):
+            queue, member = other, instead
+
+
+def _settle(members: list[_Member], kind: Kind) -> dict[str, float]:
+    """Credits after the pass: what it cost is granted back by weight, so that the credits of those
+    who have more to do sum to zero. A job whose batch ran out comes back at best level with the
+    first of those who could have joined and had to wait, or with the mean; if nobody has more to
+    do, nobody is owed anything."""
+    behind = [member for member in members if member.has_more]
+    if not behind:
+        return {member.job: 0.0 for member in members}
+    mean = sum(member.credit for member in behind) / sum(member.weight for member in behind)
+    front = max([mean, *(member.claim for member in behind if member.kind is kind)])
+    for member in members:
+        claim = member.claim if member.has_more else min(member.claim, front)
+        member.credit = (claim - mean) * member.weight
+    return {member.job: member.credit for member in members}

@@ -6,9 +6,9 @@ A driver feeds the engine; the engine decides with whom and when. Nothing here k
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
-from tlora.core.errors import JobFailed
+from tlora.core.errors import DataError, JobFailed
 from tlora.core.job import JobSpec
 from tlora.core.sequence import TokenSequence
 from tlora.data.cursor import Cursor, next_batch, total_steps
@@ -32,6 +32,7 @@ class Status(Enum):
     RUNNING = "running"
     COMPLETED = "completed"
     STOPPED_EARLY = "stopped_early"
+    PAUSED = "paused"
     FAILED = "failed"
 
 
@@ -41,7 +42,8 @@ class Best:
 
     step: int
     loss: float
-    weights: AdapterWeights
+    weights: AdapterWeights | None
+    """None after a resume: they were written when they were found."""
 
 
 class JobDriver:
@@ -57,6 +59,8 @@ class JobDriver:
         self.status = Status.RUNNING
         self.reason: str | None = None
         self.cursor = Cursor()
+        """Where the batch after the last step begins."""
+
         self.step = 0
         self.tokens_seen = 0
         self.sequences_seen = 0
@@ -65,6 +69,7 @@ class JobDriver:
         self.first_eval_loss: float | None = None
         self.best: Best | None = None
         self._idle = True
+        self._cursor_after_batch = self.cursor
         self._evaluation_due = evaluation is not None
         self._without_improvement = 0
 
@@ -109,11 +114,14 @@ class JobDriver:
 
     def _feed_batch(self, engine: Engine) -> None:
         train = self.spec.train
-        indices, self.cursor = next_batch(
+        indices, self._cursor_after_batch = next_batch(
             self.cursor, len(self.train), train.batch_size, train.seed
         )
         batch = [self.train[int(index)] for index in indices]
         num_targets = sum(sequence.num_targets for sequence in batch)
+        if not num_targets:
+            rows = ", ".join(sequence.origin for sequence in batch)
+            raise DataError(f"a batch without a trained token (rows {rows})")
         engine.feed(
             self.name, batch, loss_scale=1.0 / num_targets if train.loss == "token_mean" else 1.0
         )
@@ -125,6 +133,7 @@ class JobDriver:
 
     def on_step(self, done: StepDone) -> None:
         self.step = done.step
+        self.cursor = self._cursor_after_batch
         self.loss = done.loss
         self.tokens_seen += done.tokens
         self.sequences_seen += done.sequences
@@ -147,7 +156,8 @@ class JobDriver:
         else:
             self._without_improvement += 1
             patience = self.spec.eval.patience
-            if patience is not None and self._without_improvement >= patience:
+            out_of_patience = patience is not None and self._without_improvement >= patience
+            if out_of_patience and self.step < self.total_steps:
                 self.status = Status.STOPPED_EARLY
                 self.reason = (
                     f"held-out loss has not improved on {self.best.loss:.4f} (step "
@@ -157,3 +167,42 @@ class JobDriver:
     def on_failure(self, failure: JobFailed) -> None:
         self.status = Status.FAILED
         self.reason = failure.message
+
+    def progress(self) -> dict[str, object]:
+        """What a checkpoint keeps besides the engine's state. It is the same throughout a batch: a
+        job that goes on from here runs its current batch again."""
+        return {
+            "epoch": self.cursor.epoch,
+            "position": self.cursor.position,
+            "rows": len(self.train),
+            "step": self.step,
+            "tokens_seen": self.tokens_seen,
+            "sequences_seen": self.sequences_seen,
+            "loss": self.loss,
+            "eval_loss": self.eval_loss,
+            "first_eval_loss": self.first_eval_loss,
+            "best": [self.best.step, self.best.loss] if self.best else None,
+            "evaluation_due": self._evaluation_due,
+            "without_improvement": self._without_improvement,
+        }
+
+    def restore(self, progress: dict[str, Any]) -> None:
+        """Go on from `progress`. Raises JobFailed if the data are not those of that time."""
+        if progress["rows"] != len(self.train):
+            raise JobFailed(
+                f"its data had {progress['rows']} rows to train on when it was saved and have "
+                f"{len(self.train)} now; start it over under another name, or bring the rows back",
+                job=self.name,
+            )
+        self.cursor = self._cursor_after_batch = Cursor(progress["epoch"], progress["position"])
+        self.step = progress["step"]
+        self.tokens_seen = progress["tokens_seen"]
+        self.sequences_seen = progress["sequences_seen"]
+        self.loss = progress["loss"]
+        self.eval_loss = progress["eval_loss"]
+        self.first_eval_loss = progress["first_eval_loss"]
+        if progress["best"] is not None:
+            step, loss = progress["best"]
+            self.best = Best(step, loss, weights=None)
+        self._evaluation_due = progress["evaluation_due"]
+        self._without_improvement = progress["without_improvement"]

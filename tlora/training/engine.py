@@ -25,7 +25,6 @@ from tlora.training.outcome import EvaluationDone, Outcome, StepDone
 logger = logging.getLogger(__name__)
 
 MIN_BUDGET = 64
-OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 
 class Engine:
@@ -37,6 +36,8 @@ class Engine:
         bucket_step: int | None = 64,
         exact: bool = False,
     ) -> None:
+        if budget_tokens < 1:
+            raise ValueError(f"a nano-batch needs room for a token, got {budget_tokens}")
         self.super_model = super_model
         self.budget_tokens = budget_tokens
         self.exact = exact
@@ -62,7 +63,13 @@ class Engine:
     ) -> None:
         """Between nano-batches, without touching the neighbours. With `state` the job goes on where
         it was detached; `weights` are then its weights of that time."""
-        rank = max((len(pair.a) for pair in weights.values()), default=1)
+        if not weights:
+            raise ValueError(f"job '{name}' adapts no module")
+        if weight <= 0:
+            raise ValueError(f"job '{name}': its weight must be positive, got {weight}")
+        if state is not None:
+            _check_state(name, weights, state)
+        rank = max(len(pair.a) for pair in weights.values())
         self.super_model.attach(name, weights, scale=scale, dropout=dropout)
         self._jobs[name] = EngineJob(
             name, seed=seed, weight=weight, rank=rank, optimiser=optimiser or AdamW()
@@ -81,9 +88,10 @@ class Engine:
 
     def state(self, name: str) -> JobState:
         """A copy of all that the job's later steps depend on, in host memory."""
+        job = self._job(name)
         views = self.super_model.views(name)
         return JobState(
-            step=self._jobs[name].step,
+            step=job.step,
             weights=self.super_model.weights(name),
             exp_avg={key: rows.exp_avg.to("cpu", copy=True) for key, rows in views.items()},
             exp_avg_sq={key: rows.exp_avg_sq.to("cpu", copy=True) for key, rows in views.items()},
@@ -92,29 +100,33 @@ class Engine:
     def feed(self, name: str, sequences: list[TokenSequence], *, loss_scale: float) -> None:
         """Add sequences to the job's current batch; every trained token's loss counts `loss_scale`.
         For a mean over the batch that is 1 / its trained tokens, which must be known now."""
-        job = self._jobs[name]
+        job = self._job(name)
         if job.kind is Kind.EVALUATE:
             raise ValueError(f"job '{name}' is being evaluated")
-        if not sequences:
-            raise ValueError(f"job '{name}' was fed no sequences")
+        if job.request is not None:
+            raise ValueError(f"job '{name}' waits for its step: its batch is complete")
+        _check_sequences(name, sequences)
         job.feed(sequences, loss_scale)
 
     def request_step(
         self, name: str, *, learning_rate: float, max_grad_norm: float | None = None
     ) -> None:
         """Step the job once all it was fed is through backward."""
-        job = self._jobs[name]
+        job = self._job(name)
         if job.kind is not Kind.TRAIN:
             raise ValueError(f"job '{name}' was fed nothing to step on")
+        if job.request is not None:
+            raise ValueError(f"job '{name}' waits for its step already")
         job.request = StepRequest(learning_rate, max_grad_norm)
 
     def evaluate(self, name: str, sequences: list[TokenSequence]) -> None:
         """Ask for the mean loss on these sequences; the job must have no batch under way."""
-        job = self._jobs[name]
+        job = self._job(name)
         if job.kind is not None:
             raise ValueError(f"job '{name}' is busy")
-        if not sequences:
-            raise ValueError(f"job '{name}' was given no sequences to evaluate")
+        _check_sequences(name, sequences)
+        if not any(sequence.num_targets for sequence in sequences):
+            raise ValueError(f"job '{name}' has no trained token to be evaluated on")
         job.start_evaluation(sequences)
 
     def has_work(self) -> bool:
@@ -129,14 +141,15 @@ class Engine:
         jobs = [self._jobs[pick.job] for pick in composition.picks]
         try:
             sums = self._run(composition)
-        except OUT_OF_MEMORY as error:
-            return self._out_of_memory(composition, jobs, error)
-        except RuntimeError as error:
-            return self._broken_off(composition, jobs, error)
+        except Exception as error:
+            # Whatever it was, it is undone; who caused it shows when each job runs by itself.
+            if _is_out_of_memory(error):
+                return self._out_of_memory(composition, jobs, error)
+            return self._broken_off(jobs, error)
         tokens = {}
         for job, pick in zip(jobs, composition.picks, strict=True):
             tokens[job.name] = job.passed(pick.indices, sums[job.name])
-            if job.name in self._suspects:
+            if job.name in self._suspects and not job.left:
                 self._suspects.remove(job.name)
         for name, credit in composition.credits.items():
             self._jobs[name].credit = credit
@@ -153,6 +166,17 @@ class Engine:
         """Books that must agree; for tests and idle moments."""
         self.super_model.check_integrity()
         assert set(self._jobs) == set(self.super_model.jobs)
+        assert set(self._suspects) <= set(self._jobs)
+        for job in self._jobs.values():
+            job.check_integrity()
+            if job.kind is not Kind.TRAIN:
+                rows = list(self.super_model.views(job.name).values())
+                assert not optimiser.gradient_norm(rows), f"{job.name} has a gradient of no batch"
+
+    def _job(self, name: str) -> EngineJob:
+        if name not in self._jobs:
+            raise ValueError(f"no job '{name}' is attached")
+        return self._jobs[name]
 
     def _compose(self) -> Composition | None:
         waiting = [job.waiting() for job in self._jobs.values() if job.left]
@@ -225,9 +249,7 @@ class Engine:
             torch.cuda.empty_cache()
         alone = len(jobs) == 1 and len(composition.picks[0].indices) == 1
         if alone or self.exact or self.budget_tokens <= MIN_BUDGET:
-            return self._fail_or_suspect(
-                jobs, f"out of memory on {composition.tokens} tokens", alone
-            )
+            return self._fail_or_suspect(jobs, f"out of memory on {composition.tokens} tokens")
         self.budget_tokens = max(MIN_BUDGET, self.budget_tokens // 2)
         logger.warning(
             "out of memory on %d rows: going on with nano-batches of %d tokens",
@@ -236,18 +258,16 @@ class Engine:
         )
         return Outcome(error=f"out of memory: {error}")
 
-    def _broken_off(
-        self, composition: Composition, jobs: list[EngineJob], error: RuntimeError
-    ) -> Outcome:
+    def _broken_off(self, jobs: list[EngineJob], error: Exception) -> Outcome:
         logger.warning("a nano-batch broke off", exc_info=error)
         self._drop_partial_batches(jobs)
-        return self._fail_or_suspect(jobs, str(error), alone=len(jobs) == 1)
+        return self._fail_or_suspect(jobs, f"{type(error).__name__}: {error}")
 
-    def _fail_or_suspect(self, jobs: list[EngineJob], reason: str, alone: bool) -> Outcome:
-        """There is no single culprit in company: every job of the nano-batch is tried by itself
-        next, and fails only if it fails then."""
-        if not alone and len(jobs) > 1:
-            self._suspects += [job.name for job in jobs if job.name not in self._suspects]
+    def _fail_or_suspect(self, jobs: list[EngineJob], reason: str) -> Outcome:
+        """There is no single culprit in company, and a device may stumble once: every job of the
+        nano-batch runs its whole batch by itself next, and fails only if it fails then."""
+        if jobs[0].name not in self._suspects:
+            self._suspects += [job.name for job in jobs]
             return Outcome(error=reason)
         failure = JobFailed(f"step {jobs[0].step + 1}: {reason}", job=jobs[0].name)
         self.detach(jobs[0].name)
@@ -263,3 +283,30 @@ class Engine:
         for key, rows in self.super_model.views(name).items():
             rows.exp_avg.copy_(state.exp_avg[key])
             rows.exp_avg_sq.copy_(state.exp_avg_sq[key])
+
+
+def _check_sequences(name: str, sequences: list[TokenSequence]) -> None:
+    if not sequences:
+        raise ValueError(f"job '{name}' was given no sequences")
+    for sequence in sequences:
+        if not len(sequence):
+            raise ValueError(f"job '{name}' was given an empty sequence {sequence.origin}".rstrip())
+
+
+def _check_state(name: str, weights: AdapterWeights, state: JobState) -> None:
+    """The moments must have the shapes of the weights, B's transposed as in the pool."""
+    shapes = {
+        f"{path}.{side}": shape
+        for path, pair in weights.items()
+        for side, shape in (("lora_A", pair.a.shape), ("lora_B", pair.b.T.shape))
+    }
+    for moments in (state.exp_avg, state.exp_avg_sq):
+        if {key: moment.shape for key, moment in moments.items()} != shapes:
+            raise ValueError(f"job '{name}': the state belongs to another adapter")
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """torch has a type for a device that is full, but none for the host."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        "DefaultCPUAllocator" in str(error)
+    )

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 
@@ -13,6 +14,9 @@ from tlora.model.packing import Share
 from tlora.training.compose import Kind, Waiting
 from tlora.training.optimiser import AdamW
 from tlora.training.outcome import EvaluationDone, StepDone
+
+NAMED_ROWS = 5
+"""So many rows are named in a reason; a whole batch would bury it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,9 @@ class EngineJob:
     loss: float = 0.0
     """Of what has gone through."""
 
+    not_finite: list[str] = field(default_factory=list[str])
+    """Where the sequences came from whose loss was no number."""
+
     nano_batches: int = 0
 
     @property
@@ -103,6 +110,8 @@ class EngineJob:
         fed = [self.batch[self.left[position]] for position in positions]
         for each, loss_sum in zip(fed, loss_sums, strict=True):
             self.loss += each.loss_scale * loss_sum
+            if not math.isfinite(loss_sum):
+                self.not_finite.append(each.sequence.origin)
         gone = set(positions)
         self.left = [index for i, index in enumerate(self.left) if i not in gone]
         self.nano_batches += 1
@@ -111,27 +120,31 @@ class EngineJob:
     def replay(self) -> None:
         """Back to the start of the batch; the caller clears the gradients."""
         self.left = list(range(len(self.batch)))
-        self.loss = 0.0
-        self.nano_batches = 0
+        self._forget_progress()
 
     def check_finite(self) -> None:
         if not math.isfinite(self.loss):
-            rows = [each.sequence.origin for i, each in enumerate(self.batch) if i not in self.left]
-            named = ", ".join(dict.fromkeys(origin for origin in rows if origin))
-            raise JobFailed(
-                f"the loss is {self.loss} at step {self.step + 1}"
-                + (f" (rows {named})" if named else "")
-                + "; a lower learning rate or max_grad_norm may help",
-                job=self.name,
-            )
+            self._fail(f"the loss is {self.loss}", self.not_finite)
 
     def check_gradient(self, grad_norm: float) -> None:
         if not math.isfinite(grad_norm):
-            raise JobFailed(
-                f"the gradient norm is {grad_norm} at step {self.step + 1}; "
-                "a lower learning rate may help",
-                job=self.name,
-            )
+            origins = [each.sequence.origin for each in self.batch]
+            self._fail(f"the gradient norm is {grad_norm}", origins)
+
+    def _fail(self, what: str, origins: list[str]) -> NoReturn:
+        named = list(dict.fromkeys(origin for origin in origins if origin))
+        more = f" and {len(named) - NAMED_ROWS} more" if len(named) > NAMED_ROWS else ""
+        rows = f" (rows {', '.join(named[:NAMED_ROWS])}{more})" if named else ""
+        raise JobFailed(
+            f"{what} at step {self.step + 1}{rows}; a lower learning rate or max_grad_norm may help",
+            job=self.name,
+        )
+
+    def check_integrity(self) -> None:
+        assert (self.kind is None) == (not self.batch), f"{self.name} has a batch for nothing"
+        assert self.request is None or self.kind is Kind.TRAIN
+        assert self.left == sorted(set(self.left)), f"{self.name} would run a sequence twice"
+        assert set(self.left) <= set(range(len(self.batch)))
 
     def finish_batch(self, grad_norm: float) -> StepDone:
         assert self.request is not None
@@ -174,5 +187,9 @@ class EngineJob:
         self.batch = []
         self.left = []
         self.request = None
+        self._forget_progress()
+
+    def _forget_progress(self) -> None:
         self.loss = 0.0
+        self.not_finite = []
         self.nano_batches = 0

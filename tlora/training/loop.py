@@ -1,8 +1,9 @@
 """The training loop of a fixed set of jobs, and what it tells whoever watches."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from tlora.core.errors import JobFailed
 from tlora.training.driver import JobDriver, Status
 from tlora.training.engine import Engine
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
@@ -18,18 +19,29 @@ class Observer(Protocol):
     def on_evaluation(self, driver: JobDriver, done: EvaluationDone) -> None: ...
 
     def on_end(self, driver: JobDriver) -> None:
-        """The job has completed or stopped early and is still attached, or has failed and is
-        gone."""
+        """The job has completed, stopped early or paused and is still attached, or has failed and
+        is gone."""
         ...
 
 
-def run_jobs(engine: Engine, drivers: Iterable[JobDriver], observer: Observer) -> None:
-    """Train attached jobs until each is over; a job leaves the engine as soon as it is."""
+def run_jobs(
+    engine: Engine,
+    drivers: Iterable[JobDriver],
+    observer: Observer,
+    *,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> list[JobDriver]:
+    """Train attached jobs until each is over; a job leaves the engine as soon as it is. Returns
+    those still attached when `should_stop`, asked between nano-batches, ended it before."""
     active = {driver.name: driver for driver in drivers}
-    while active:
+    while active and not should_stop():
         for driver in list(active.values()):
-            driver.advance(engine)
-            if driver.status is not Status.RUNNING:
+            _advance(driver, engine)
+            if driver.status is Status.FAILED:
+                engine.detach(driver.name)
+                observer.on_end(driver)
+                del active[driver.name]
+            elif driver.status is not Status.RUNNING:
                 observer.on_end(driver)
                 engine.detach(driver.name)
                 del active[driver.name]
@@ -47,3 +59,12 @@ def run_jobs(engine: Engine, drivers: Iterable[JobDriver], observer: Observer) -
             driver = active.pop(failure.job)
             driver.on_failure(failure)
             observer.on_end(driver)
+    return list(active.values())
+
+
+def _advance(driver: JobDriver, engine: Engine) -> None:
+    """What keeps a job from its next batch, a row that cannot be read say, fails that job alone."""
+    try:
+        driver.advance(engine)
+    except (ValueError, OSError) as error:
+        driver.on_failure(JobFailed(str(error), job=driver.name))

@@ -1,0 +1,178 @@
+"""A run that is stopped goes on with the same command, as if it had not been."""
+
+import io
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from support.runs import job_file
+
+import tlora
+from tlora.core.errors import SpecError
+from tlora.runtime.progress import ProgressLines
+from tlora.training.checkpoint import checkpoints
+
+RUNNER = Path(__file__).parents[1] / "support" / "kill_runner.py"
+STEPS = 24
+
+
+def spec_of(base: Path, rows: Path, *, isolation: str = "exact", **settings: object) -> dict:
+    """Three jobs that differ, saved every third step, evaluated every fifth."""
+    data = {"path": str(rows)}
+    file = job_file(
+        base,
+        {"name": "plain", "data": data, "lora": {"lora_dropout": 0.2}, "eval": {"split": 4}},
+        {"name": "wide", "data": data, "lora": {"r": 8}, "train": {"batch_size": 5}},
+        {"name": "single", "data": data, "train": {"batch_size": 1, "seed": 3}},
+    )
+    file["defaults"]["train"]["max_steps"] = STEPS
+    file["defaults"]["save"] = {"steps": 3}
+    file["defaults"]["eval"] = {"steps": 5}
+    file["engine"] = {"device": "cpu", "isolation": isolation, "nano_batch_tokens": 128}
+    return {**file, **settings}
+
+
+def curves(output: Path, job: str) -> list[tuple]:
+    """What was logged, without the clock."""
+    lines = (output / job / "metrics.jsonl").read_text().splitlines()
+    keys = ("kind", "step", "epoch", "loss", "lr", "grad_norm", "tokens_seen", "sequences_seen")
+    return [tuple(json.loads(line)[key] for key in keys) for line in lines]
+
+
+def adapter_bytes(output: Path, job: str) -> bytes:
+    return (output / job / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+JOBS = ("plain", "wide", "single")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(base, rows, tmp_path_factory) -> Path:
+    output = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert not tlora.train(tlora.load_spec(spec_of(base, rows)), output=output).failed
+    return output
+
+
+class StopAfter(ProgressLines):
+    """A person who presses Ctrl-C after some nano-batches."""
+
+    def __init__(self, nano_batches: int) -> None:
+        super().__init__(out=io.StringIO())
+        self.left = nano_batches
+
+    def on_nano_batch(self, outcome) -> None:
+        super().on_nano_batch(outcome)
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(base, rows, tmp_path, undisturbed):
+    """Interrupted three times; curves, and with exact isolation adapters, are to the bit those of
+    the undisturbed run, and nothing is logged twice."""
+    spec = tlora.load_spec(spec_of(base, rows))
+    output = tmp_path / "run"
+    for nano_batches in (5, 11, 3):
+        result = tlora.train(spec, output=output, progress=StopAfter(nano_batches))
+        assert result.interrupted
+    result = tlora.train(spec, output=output)
+    assert not result.interrupted and not result.failed
+    for job in JOBS:
+        assert curves(output, job) == curves(undisturbed, job)
+        assert adapter_bytes(output, job) == adapter_bytes(undisturbed, job)
+
+
+def test_a_finished_run_is_left_as_it_is(base, rows, undisturbed):
+    """The same command once more trains nothing and reports the old results."""
+    before = {job: adapter_bytes(undisturbed, job) for job in JOBS}
+    result = tlora.train(tlora.load_spec(spec_of(base, rows)), output=undisturbed)
+    assert {job: result.jobs[job].status for job in JOBS} == dict.fromkeys(JOBS, "completed")
+    assert {job: adapter_bytes(undisturbed, job) for job in JOBS} == before
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_word(base, rows, tmp_path, undisturbed, capsys):
+    """The one before it is used, and the end is the same."""
+    spec = tlora.load_spec(spec_of(base, rows))
+    output = tmp_path / "run"
+    tlora.train(spec, output=output, progress=StopAfter(12))
+    newest = checkpoints(output / "single" / "checkpoints")[-1]
+    file = newest / "optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    tlora.train(spec, output=output)
+    assert f"{newest.name}/optimizer.safetensors" in capsys.readouterr().out
+    for job in JOBS:
+        assert curves(output, job) == curves(undisturbed, job)
+        assert adapter_bytes(output, job) == adapter_bytes(undisturbed, job)
+
+
+def test_a_changed_setting_of_a_started_job_is_refused_by_name(base, rows, undisturbed):
+    """Job and field are named; the run stays as it is."""
+    spec = tlora.load_spec(spec_of(base, rows), ["jobs.wide.train.learning_rate=0.5"])
+    with pytest.raises(SpecError) as caught:
+        tlora.train(spec, output=undisturbed)
+    assert (caught.value.job, caught.value.field) == ("wide", "train.learning_rate")
+
+
+def test_new_jobs_may_be_added_to_a_run(base, rows, tmp_path):
+    """The old ones are not trained again."""
+    first = tlora.load_spec(spec_of(base, rows))
+    output = tmp_path / "run"
+    tlora.train(replace(first, jobs=first.jobs[:1]), output=output)
+    before = (output / "plain" / "metrics.jsonl").read_bytes()
+    result = tlora.train(first, output=output)
+    assert set(result.jobs) == set(JOBS) and not result.failed
+    assert (output / "plain" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_full_disk_pauses_the_job_that_cannot_be_saved(base, rows, tmp_path, undisturbed):
+    """A real write error: files larger than a limit. The small job's checkpoints pass, the large
+    one's do not; it pauses with the reason, the other completes, and with room again it goes on to
+    the same end."""
+    spec = tlora.load_spec(spec_of(base, rows))
+    spec = replace(spec, jobs=tuple(job for job in spec.jobs if job.name != "plain"))
+    output = tmp_path / "run"
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Rank 8 needs 4 times the bytes of rank 2: a limit between the two.
+    largest = max(p.stat().st_size for p in undisturbed.glob("single/checkpoints/*/*"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * largest, hard))
+    try:
+        result = tlora.train(spec, output=output)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert result.jobs["wide"].status == "paused"
+    assert "cannot save a checkpoint" in (result.jobs["wide"].reason or "")
+    assert result.jobs["single"].status == "completed"
+    assert result.failed == ["wide"]
+    assert tlora.train(spec, output=output).jobs["wide"].status == "completed"
+    assert adapter_bytes(output, "wide") == adapter_bytes(undisturbed, "wide")
+
+
+def kill_and_compare(kills: int, seed: int, base, rows, tmp_path, undisturbed) -> int:
+    file = tmp_path / "jobs.yaml"
+    file.write_text(yaml.safe_dump(spec_of(base, rows)))
+    output = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, RUNNER, file, output, str(kills), str(seed), "0.7"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    outcome = json.loads(done.stdout.splitlines()[-1])
+    assert outcome["status"] == 0, done.stderr
+    for job in JOBS:
+        assert curves(output, job) == curves(undisturbed, job)
+        assert adapter_bytes(output, job) == adapter_bytes(undisturbed, job)
+    return outcome["killed"]
+
+
+@pytest.mark.multi_process
+def test_ten_kills_at_any_moment_change_nothing(base, rows, tmp_path, undisturbed):
+    """SIGKILL at ten seeded moments, from before the first step to the last: the same bits."""
+    assert kill_and_compare(10, 1, base, rows, tmp_path, undisturbed) >= 5

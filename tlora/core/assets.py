@@ -1,0 +1,6 @@
+"""What comes with the package."""
+
+from pathlib import Path
+
+DEMO = Path(__file__).parents[1] / "assets" / "demo"
+"""A tiny base model (base/), small datasets (data/) and a job file over them (jobs.yaml)."""

@@ -1,0 +1,83 @@
+"""The same command again: what is done, what goes on from a checkpoint, and what must not have
+changed."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tlora.config import changed_fields, load_spec
+from tlora.core.errors import SpecError
+from tlora.core.job import JobSpec, RunSpec
+from tlora.runtime.directory import JobResult, RunDirectory
+from tlora.training.checkpoint import Checkpoint, find_newest
+
+FINISHED = ("completed", "stopped_early")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Resumption:
+    """Where one job of a run stands."""
+
+    result: JobResult | None = None
+    """Set if the job is over."""
+
+    checkpoint: Checkpoint | None = None
+    """Set if it goes on from here."""
+
+    damaged: tuple[str, ...] = ()
+    """Newer checkpoints that were passed over."""
+
+
+def check_unchanged(directory: RunDirectory, spec: RunSpec) -> None:
+    """A started job's settings are fixed; new jobs may be added, and the engine's may change."""
+    path = directory.root / "resolved.yaml"
+    try:
+        old = load_spec(path)
+    except SpecError as error:
+        raise SpecError(
+            f"--output: {path} cannot be read ({error}); add --fresh to start over"
+        ) from error
+    if (old.base.model, old.base.revision, old.base.dtype) != (
+        spec.base.model,
+        spec.base.revision,
+        spec.base.dtype,
+    ):
+        raise SpecError(
+            f"{directory.root} was started with base {old.base.model} ({old.base.dtype}); name "
+            "another --output, or add --fresh to start over",
+            field="base",
+        )
+    before = {job.name: job for job in old.jobs}
+    for job in spec.jobs:
+        if job.name in before:
+            _check_job(before[job.name], job, directory.root)
+
+
+def _check_job(old: JobSpec, new: JobSpec, root: Path) -> None:
+    changed = changed_fields(old, new)
+    if changed:
+        raise SpecError(
+            f"has changed since {root} was started; give the job another name, name another "
+            "--output, or add --fresh to start over",
+            job=new.name,
+            field=changed[0],
+        )
+
+
+def resumption(directory: RunDirectory, job: JobSpec) -> Resumption:
+    """Where the job stands on disk; failed and paused jobs are tried again."""
+    folder = directory.root / job.name
+    result = read_result(folder / "result.json")
+    if result is not None and result.status in FINISHED:
+        return Resumption(result=result)
+    found = find_newest(folder / "checkpoints")
+    return Resumption(checkpoint=found.checkpoint, damaged=tuple(found.damaged))
+
+
+def read_result(path: Path) -> JobResult | None:
+    try:
+        fields = json.loads(path.read_text())
+        fields.pop("v")
+        return JobResult(**fields)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
