@@ -33,6 +33,7 @@ class RowPreview:
     origin: Origin
     pieces: tuple[Piece, ...]
     num_tokens: int
+    num_trained: int
 
 
 def preview_rows(
@@ -60,7 +61,12 @@ def _previews(
     encoder = Encoder(tokenizer, renderer)
     for example in read_examples(chain((first,), rows), data, detect(first, data)):
         (row,) = encoder.encode([example])
-        yield RowPreview(row.origin, tuple(pieces(row, tokenizer)), len(row.input_ids))
+        yield RowPreview(
+            origin=row.origin,
+            pieces=tuple(pieces(row, tokenizer)),
+            num_tokens=len(row.input_ids),
+            num_trained=int((row.labels[1:] != IGNORED).sum()),
+        )
 
 
 def pieces(row: Encoded, tokenizer: "PreTrainedTokenizerBase") -> list[Piece]:
