@@ -44,7 +44,7 @@ class FakeRuntime:
 
     def train(self, spec: object, *, output: Path, fresh: bool) -> SimpleNamespace:
         self.calls.append((spec, output, fresh))
-        return SimpleNamespace(failed=self.failed)
+        return SimpleNamespace(failed=self.failed, interrupted=False)
 
     def verify_adapter(self, path: Path, base: str | None) -> list[str]:
         self.calls.append((path, base))

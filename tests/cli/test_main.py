@@ -17,7 +17,7 @@ from tlora.core.errors import (
     SpecErrors,
 )
 
-VERBS = ["train", "check", "verify", "schema"]
+VERBS = ["demo", "train", "check", "verify", "schema"]
 BUDGET_SECONDS = 1.5
 
 PROBE = """

@@ -120,7 +120,22 @@ def only(schema: Tree, *keys: str) -> Tree:
 
 @cache
 def pydantic_schema() -> Tree:
-    return TypeAdapter(RunSpec).json_schema()
+    return cast(Tree, unwrapped(TypeAdapter(RunSpec).json_schema()))
+
+
+def unwrapped(schema: object) -> object:
+    """Descriptions on one line each, however the docstrings are wrapped."""
+    if isinstance(schema, dict):
+        tree = cast(dict[str, object], schema)
+        return {
+            key: " ".join(value.split())
+            if key == "description" and isinstance(value, str)
+            else unwrapped(value)
+            for key, value in tree.items()
+        }
+    if isinstance(schema, list):
+        return [unwrapped(each) for each in cast(list[object], schema)]
+    return schema
 
 
 def definitions() -> dict[str, Tree]:

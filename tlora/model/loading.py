@@ -1,16 +1,18 @@
 """Finding and loading the base model, or only its shape, with errors that say what to do."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tlora.core.errors import ModelError
 from tlora.core.job import BaseSpec
+from tlora.model.probe import check_layer_types
 
-KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 
 def resolve_device(device: str) -> torch.device:
@@ -27,15 +29,10 @@ def resolve_device(device: str) -> torch.device:
     return resolved
 
 
-def load_config(base: BaseSpec):
+def load_config(base: BaseSpec) -> PretrainedConfig:
     """The model's configuration, checked for attention that packing cannot honour."""
     config = _from_pretrained(base, AutoConfig.from_pretrained)
-    unknown = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYER_TYPES
-    if unknown:
-        raise ModelError(
-            f"base.model: {config.model_type} has layers of type {', '.join(sorted(unknown))}, "
-            "which cannot be trained in packed rows"
-        )
+    check_layer_types(config)
     return config
 
 
@@ -47,21 +44,32 @@ def load_shape(base: BaseSpec) -> PreTrainedModel:
 
 
 def load_base(base: BaseSpec, device: torch.device) -> PreTrainedModel:
-    """The model with its weights, in safetensors only: other formats run code when they are
-    read."""
+    """The model with its weights, in safetensors only: other formats run code when read."""
     load_config(base)
     dtype = "auto" if base.dtype == "auto" else getattr(torch, base.dtype)
-    model = _from_pretrained(
-        base, AutoModelForCausalLM.from_pretrained, dtype=dtype, use_safetensors=True
+    model, report = _from_pretrained(
+        base,
+        AutoModelForCausalLM.from_pretrained,
+        dtype=dtype,
+        use_safetensors=True,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
     )
+    # transformers would make these up at random and go on.
+    wrong = {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}
+    if wrong:
+        raise ModelError(
+            f"base.model: {base.model} lacks {len(wrong)} weights or has them in another "
+            f"shape than its config.json says; the first is {min(wrong)}"
+        )
     return model.to(device)
 
 
 def load_tokenizer(base: BaseSpec) -> PreTrainedTokenizerBase:
-    return _from_pretrained(base, AutoTokenizer.from_pretrained)
+    return _from_pretrained(base, AutoTokenizer.from_pretrained, what="tokenizer")
 
 
-def _causal_lm(base: BaseSpec, config) -> PreTrainedModel:
+def _causal_lm(base: BaseSpec, config: PretrainedConfig) -> PreTrainedModel:
     try:
         return AutoModelForCausalLM.from_config(config)
     except ValueError as error:
@@ -70,17 +78,25 @@ def _causal_lm(base: BaseSpec, config) -> PreTrainedModel:
         ) from None
 
 
-def _from_pretrained(base: BaseSpec, load, **settings):
+def _from_pretrained(base: BaseSpec, load: Callable, *, what: str = "model", **settings: object):
     path = Path(base.model).expanduser()
     if path.is_dir() and not (path / "config.json").is_file():
         raise ModelError(f"base.model: {path} holds no config.json: not a Hugging Face checkpoint")
+    name = str(path) if path.is_dir() else base.model
     try:
-        return load(str(path) if path.is_dir() else base.model, revision=base.revision, **settings)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return load(name, revision=base.revision, trust_remote_code=False, **settings)
+    except OUT_OF_MEMORY:
+        raise
+    except Exception as error:
+        # A checkpoint can be wrong in as many ways as there are types: values of the configuration,
+        # damaged weights, shapes, a file that cannot be had.
+        text = str(error).strip() or type(error).__name__
+        reason = text.splitlines()[0].rstrip(" :")
         if path.is_dir():
-            raise ModelError(f"base.model: {path} cannot be loaded: {reason}") from error
+            raise ModelError(
+                f"base.model: the {what} in {path} cannot be loaded: {reason}"
+            ) from error
         raise ModelError(
-            f"base.model: '{base.model}' is neither a directory here nor a model that can be had "
+            f"base.model: '{base.model}' is neither a directory here nor a {what} that can be had "
             f"from the Hub: {reason}"
         ) from error

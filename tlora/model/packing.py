@@ -121,6 +121,7 @@ def pack(shares: list[Share], num_rows: int, device: torch.device | str = "cpu")
                 sequence_targets=counts,
             )
         )
+
     def gather(parts: list[np.ndarray], dtype: type) -> torch.Tensor:
         joined = np.concatenate(parts) if parts else np.zeros(0)
         return torch.from_numpy(joined.astype(dtype)).to(device)

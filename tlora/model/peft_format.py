@@ -22,7 +22,38 @@ from tlora.model.targets import Target
 PREFIX = "base_model.model."
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-MAX_HEADER_BYTES = 16 * 2**20
+MAX_CONFIG_BYTES = 2**20
+MAX_SETTING = 1e9
+"""Beyond any rank or alpha there is; keeps NaN, infinity and endless numbers out."""
+
+HEADER_BYTES = 2**16
+HEADER_BYTES_PER_TENSOR = 200
+"""Room in a header for metadata, and for a tensor besides its name."""
+
+UNSUPPORTED = (
+    "use_dora",
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "target_parameters",
+    "layer_replication",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+    "lora_bias",
+    "use_qalora",
+    "use_bdlora",
+    "velora_config",
+    "monteclora_config",
+    "kasa_config",
+    "arrow_config",
+)
+"""Settings under which an adapter is more than its matrices A and B."""
+
+PLAIN_STARTS = ("gaussian", "eva", "orthogonal")
+"""Starts that leave the base model as it is; PiSSA and its like subtract from it."""
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+LARGEST_FLOAT_BYTES = 8
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
@@ -109,9 +140,9 @@ def read_adapter(directory: Path, targets: dict[str, Target]) -> AdapterFile:
     path = directory / WEIGHTS
     if not path.is_file():
         raise AdapterError(f"{directory}: {WEIGHTS} is missing")
-    _check_header(path)
-    rank = _expect(config, "r", int, directory)
-    alpha = _expect(config, "lora_alpha", (int, float), directory)
+    rank = int(_expect(config, "r", directory, whole=True))
+    alpha = _expect(config, "lora_alpha", directory, whole=False)
+    _check_size(path, rank, targets)
     scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
     weights = _read_weights(path, rank, targets)
     return AdapterFile(
@@ -128,81 +159,94 @@ def read_config(directory: Path) -> dict[str, object]:
         raise AdapterError(f"{directory}: no such adapter directory")
     if not path.is_file():
         raise AdapterError(f"{directory}: {CONFIG} is missing: not a PEFT adapter directory")
+    if path.stat().st_size > MAX_CONFIG_BYTES:
+        raise AdapterError(f"{path}: larger than an adapter's configuration can be")
     try:
-        config = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise AdapterError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise AdapterError(f"{path}: must hold an object")
     if config.get("peft_type") != "LORA":
         raise AdapterError(f"{path}: peft_type is {config.get('peft_type')!r}, not LORA")
-    for name in (
-        "use_dora",
-        "modules_to_save",
-        "rank_pattern",
-        "alpha_pattern",
-        "target_parameters",
-    ):
+    for name in UNSUPPORTED:
         if config.get(name):
             raise AdapterError(f"{path}: {name} is not supported")
     if config.get("bias", "none") != "none":
         raise AdapterError(f"{path}: bias {config['bias']!r} is not supported")
+    start = config.get("init_lora_weights", True)
+    if isinstance(start, str) and start not in PLAIN_STARTS:
+        raise AdapterError(f"{path}: init_lora_weights {start!r} changes the base model")
     return config
 
 
-def _expect(config, name, kind, directory: Path):
+def _expect(config: dict[str, object], name: str, directory: Path, *, whole: bool) -> float:
     value = config.get(name)
-    if not isinstance(value, kind) or isinstance(value, bool) or value <= 0:
-        raise AdapterError(f"{directory / CONFIG}: {name} must be a positive number, got {value!r}")
-    return value
+    kinds = (int,) if whole else (int, float)
+    if isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < MAX_SETTING:
+        return value
+    what = "whole number" if whole else "number"
+    raise AdapterError(f"{directory / CONFIG}: {name} must be a positive {what}, got {value!r}")
 
 
-def _check_header(path: Path) -> None:
-    """safetensors reads its header whole: look at its size first."""
+def _check_size(path: Path, rank: int, targets: dict[str, Target]) -> None:
+    """safetensors reads its header whole and maps the whole file: look at both sizes first. An
+    adapter of this model has at most two tensors per linear."""
+    bytes_held = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
     if len(prefix) < 8:
         raise AdapterError(f"{path}: cut short")
-    (size,) = struct.unpack("<Q", prefix)
-    if size > min(MAX_HEADER_BYTES, path.stat().st_size):
-        raise AdapterError(f"{path}: its header claims {size} bytes")
+    (header_bytes,) = struct.unpack("<Q", prefix)
+    room = HEADER_BYTES + 2 * sum(HEADER_BYTES_PER_TENSOR + len(module) for module in targets)
+    if header_bytes > min(room, bytes_held):
+        raise AdapterError(f"{path}: its header claims {header_bytes} bytes")
+    widths = sum(target.in_features + target.out_features for target in targets.values())
+    if bytes_held > 8 + header_bytes + LARGEST_FLOAT_BYTES * rank * widths:
+        raise AdapterError(f"{path}: {bytes_held} bytes are more than rank {rank} can need")
 
 
 def _read_weights(path: Path, rank: int, targets: dict[str, Target]) -> AdapterWeights:
     try:
         with safe_open(path, framework="pt") as file:
-            names = set(file.keys())
-            expected: dict[str, tuple[str, list[int]]] = {}
-            for name in sorted(names):
-                target, matrix = _target_of(name, path, targets)
-                shape = [rank, target.in_features] if matrix == "A" else [target.out_features, rank]
-                if file.get_slice(name).get_shape() != shape:
-                    raise AdapterError(
-                        f"{path}: {name} is {file.get_slice(name).get_shape()}, the base model "
-                        f"and r={rank} need {shape}"
-                    )
-                expected[name] = (target.path, shape)
-            modules = list(dict.fromkeys(module for module, _ in expected.values()))
-            weights = {}
-            for module in modules:
-                pair = [f"{PREFIX}{module}.lora_{matrix}.weight" for matrix in "AB"]
-                for name in pair:
-                    if name not in names:
-                        raise AdapterError(f"{path}: {name} is missing")
-                a, b = (file.get_tensor(name) for name in pair)
-                for name, tensor in zip(pair, (a, b), strict=True):
-                    if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
-                        raise AdapterError(
-                            f"{path}: {name} holds values that are not finite numbers"
-                        )
-                weights[module] = LoraPair(a=a.float(), b=b.float())
+            names = file.keys()
+            if not names:
+                raise AdapterError(f"{path}: holds no LoRA matrices")
+            found = {_check_tensor(file, name, path, rank, targets) for name in names}
+            modules = [module for module in targets if module in found]
+            return {module: _read_pair(file, names, module, path) for module in modules}
     except AdapterError:
         raise
     except Exception as error:
+        # safetensors' own complaints have no common type but this.
         raise AdapterError(f"{path}: cannot be read: {error}") from None
-    if not weights:
-        raise AdapterError(f"{path}: holds no LoRA matrices")
-    return weights
+
+
+def _check_tensor(file, name: str, path: Path, rank: int, targets: dict[str, Target]) -> str:
+    """The module a tensor belongs to; looks at the header alone."""
+    target, matrix = _target_of(name, path, targets)
+    shape = [rank, target.in_features] if matrix == "A" else [target.out_features, rank]
+    header = file.get_slice(name)
+    if header.get_shape() != shape:
+        raise AdapterError(
+            f"{path}: {name} is {header.get_shape()}, the base model and r={rank} need {shape}"
+        )
+    if header.get_dtype() not in FLOATS:
+        raise AdapterError(f"{path}: {name} is of type {header.get_dtype()}, not a float")
+    return target.path
+
+
+def _read_pair(file, names: list[str], module: str, path: Path) -> LoraPair:
+    matrices = []
+    for matrix in "AB":
+        name = f"{PREFIX}{module}.lora_{matrix}.weight"
+        if name not in names:
+            raise AdapterError(f"{path}: {name} is missing")
+        tensor = file.get_tensor(name).float()
+        if not bool(torch.isfinite(tensor).all()):
+            raise AdapterError(f"{path}: {name} holds values that are not finite numbers")
+        matrices.append(tensor)
+    return LoraPair(a=matrices[0], b=matrices[1])
 
 
 def _target_of(name: str, path: Path, targets: dict[str, Target]) -> tuple[Target, str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tlora.core.errors import SpecError
@@ -26,7 +27,7 @@ class Target:
         return self.path.rpartition(".")[2]
 
 
-def find_targets(model: nn.Module) -> dict[str, Target]:
+def find_targets(model: PreTrainedModel) -> dict[str, Target]:
     """Every linear of the model but its output head, by path, in the order of the modules."""
     head = model.get_output_embeddings()
     targets = {}

@@ -1,10 +1,15 @@
 """`tlora check`: all that can be known to be wrong before training, without loading the weights."""
 
-from tlora.core.errors import SpecError
-from tlora.core.job import RunSpec
+import math
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from tlora.core.errors import AdapterError, SpecError
+from tlora.core.job import JobSpec, RunSpec
 from tlora.data.prepare import PreparedData, prepare
 from tlora.model.loading import load_shape, load_tokenizer
-from tlora.model.peft_format import read_adapter
+from tlora.model.peft_format import AdapterFile, read_adapter
 from tlora.model.targets import Target, choose_targets, find_targets
 from tlora.runtime.environment import cache_directory, quieten_libraries
 
@@ -14,12 +19,12 @@ def check_run(spec: RunSpec) -> list[str]:
     quieten_libraries()
     shape = load_shape(spec.base)
     targets = find_targets(shape)
-    limit = context_length(shape.config)
+    # Before the data: a wrong name should not wait for a tokenizer.
+    check_targets(spec, targets)
     lines = []
-    prepared = prepare_jobs(spec, limit=limit)
+    prepared = prepare_jobs(spec, limit=context_length(shape.config))
     for job in spec.jobs:
         chosen = choose_targets(job, targets)
-        check_start(job, targets)
         parameters = sum(job.lora.r * (t.in_features + t.out_features) for t in chosen)
         lines.append(f"{job.name}: {len(chosen)} linears, {parameters:,} trained parameters")
         lines += [f"  {line}" for line in prepared[job.name].report.lines()]
@@ -32,35 +37,38 @@ def check_targets(spec: RunSpec, targets: dict[str, Target]) -> None:
         check_start(job, targets)
 
 
-def check_start(job, targets: dict[str, Target]) -> None:
+def check_start(job: JobSpec, targets: dict[str, Target]) -> None:
     """`init_from` must fit the job."""
     if job.init_from is None:
         return
     adapter = start_of(job, targets)
-    if adapter.r != job.lora.r:
-        raise SpecError(
-            f"{job.init_from} has rank {adapter.r}, the job asks for {job.lora.r}",
-            job=job.name,
-            field="init_from",
-        )
     wanted = {target.path for target in choose_targets(job, targets)}
-    if set(adapter.weights) != wanted:
+    problem = None
+    if adapter.r != job.lora.r:
+        problem = f"has rank {adapter.r}, the job asks for {job.lora.r}"
+    elif set(adapter.weights) != wanted:
         odd = sorted(set(adapter.weights) ^ wanted)[0]
-        raise SpecError(
-            f"{job.init_from} adapts other modules than lora.target_modules: they differ in {odd}",
-            job=job.name,
-            field="init_from",
+        problem = f"adapts other modules than lora.target_modules: they differ in {odd}"
+    elif not math.isclose(adapter.scale, job.lora.scale, rel_tol=1e-6):
+        # The same matrices under another scale are another model than the one that was saved.
+        problem = (
+            f"was scaled by {adapter.scale:g}, the job scales by {job.lora.scale:g}; set "
+            f"lora_alpha to {job.lora.lora_alpha * adapter.scale / job.lora.scale:g}"
         )
+    if problem is not None:
+        raise SpecError(f"{job.init_from} {problem}", job=job.name, field="init_from")
 
 
-def start_of(job, targets: dict[str, Target]):
+def start_of(job: JobSpec, targets: dict[str, Target]) -> AdapterFile:
     """The adapter a job starts from."""
-    from pathlib import Path
+    assert job.init_from is not None
+    try:
+        return read_adapter(Path(job.init_from), targets)
+    except AdapterError as error:
+        raise SpecError(str(error), job=job.name, field="init_from") from error
 
-    return read_adapter(Path(job.init_from), targets)
 
-
-def context_length(config) -> int | None:
+def context_length(config: PretrainedConfig) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
@@ -70,7 +78,8 @@ def prepare_jobs(spec: RunSpec, *, limit: int | None) -> dict[str, PreparedData]
     prepared = {}
     for job in spec.jobs:
         data = prepare(job, tokenizer, cache_dir=cache_directory())
-        longest = int(data.train.lengths.max())
+        views = [view for view in (data.train, data.evaluation) if view is not None and len(view)]
+        longest = max(int(view.lengths.max()) for view in views)
         if limit is not None and longest > limit:
             raise SpecError(
                 f"rows of up to {longest} tokens, but the base model takes {limit}; "

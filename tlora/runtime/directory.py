@@ -6,11 +6,15 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
 from tlora.core.errors import SpecError
+
+RUN_FILES = ("run.json", "resolved.yaml")
+"""What a run writes first: a directory with one of them is a run, however it ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +46,24 @@ class RunDirectory:
         self.root = root
         self._open: dict[Path, IO[str]] = {}
 
+    @property
+    def is_run(self) -> bool:
+        """It holds a run, finished or not."""
+        return (self.root / "run.json").exists()
+
     def create(self, *, fresh: bool) -> None:
-        if fresh and self.root.exists():
+        """Make the directory, or with `fresh` make it anew. Removes nothing but a run."""
+        if self.root.exists() and not self.root.is_dir():
+            raise SpecError(f"--output: {self.root} is a file; name a directory")
+        is_run = any((self.root / name).exists() for name in RUN_FILES)
+        if fresh and is_run:
             shutil.rmtree(self.root)
-        if (self.root / "run.json").exists():
+        elif fresh and self.root.exists() and any(self.root.iterdir()):
+            raise SpecError(
+                f"--fresh: {self.root} holds something that is not a run; remove it by hand, or "
+                "name another directory"
+            )
+        elif (self.root / "run.json").exists():
             raise SpecError(
                 f"--output: {self.root} holds a run already; name another directory, or add "
                 "--fresh to start over"
@@ -83,23 +101,30 @@ class RunDirectory:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(name, path)
+    staged = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        with staged.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(staged, path)
+    except BaseException:
+        staged.unlink(missing_ok=True)
+        raise
 
 
-def replace_directory(path: Path, fill) -> None:
-    """Fill a new directory beside `path`, then put it in its place."""
-    staged = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
-    fill(staged)
-    staged.chmod(0o755)
-    if path.exists():
-        old = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old."))
-        os.replace(path, old / path.name)
-        os.replace(staged, path)
-        shutil.rmtree(old)
-    else:
-        os.replace(staged, path)
+def replace_directory(path: Path, fill: Callable[[Path], None]) -> None:
+    """Fill a new directory beside `path`, then put it in its place. If anything fails, what was at
+    `path` stays and nothing else is left."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as beside:
+        staged, old = Path(beside) / "new", Path(beside) / "old"
+        staged.mkdir()
+        fill(staged)
+        if path.exists():
+            os.replace(path, old)
+        try:
+            os.replace(staged, path)
+        except OSError:
+            if old.exists():
+                os.replace(old, path)
+            raise

@@ -139,7 +139,7 @@ class Recorder:
             sequences_seen=driver.sequences_seen,
             seconds=round(time.perf_counter() - self._started, 3),
             adapter=adapter,
-            best_adapter=f"{driver.name}/best" if best else None,
+            best_adapter=f"{driver.name}/best" if best and self._has_best(driver) else None,
         )
         self.results.append(result)
         self.directory.write_result(result)
@@ -167,6 +167,9 @@ class Recorder:
         if driver.status is Status.RUNNING:
             driver.status = Status.PAUSED
             driver.reason = failure.reason
+
+    def _has_best(self, driver: JobDriver) -> bool:
+        return (self.directory.job(driver.name) / "best").is_dir()
 
     def _metrics_path(self, driver: JobDriver) -> Path:
         return self.directory.job(driver.name) / "metrics.jsonl"

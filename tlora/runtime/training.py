@@ -14,9 +14,16 @@ from tlora.core.errors import SpecError
 from tlora.core.job import JobSpec, RunSpec
 from tlora.data.prepare import PreparedData
 from tlora.model.adapters import AdapterWeights
-from tlora.model.loading import load_base, load_config, resolve_device
+from tlora.model.loading import load_base, load_shape, resolve_device
 from tlora.model.super_model import SuperModel
-from tlora.runtime.checking import check_start, context_length, prepare_jobs, start_of
+from tlora.model.targets import find_targets
+from tlora.runtime.checking import (
+    check_start,
+    check_targets,
+    context_length,
+    prepare_jobs,
+    start_of,
+)
 from tlora.runtime.directory import JobResult, RunDirectory, replace_text
 from tlora.runtime.environment import quieten_libraries
 from tlora.runtime.interrupts import interruptible
@@ -57,7 +64,9 @@ def train(
     resumed = directory.is_run and not fresh
     if resumed:
         check_unchanged(directory, spec)
-    data = prepare_jobs(spec, limit=context_length(load_config(spec.base)))
+    shape = load_shape(spec.base)
+    check_targets(spec, find_targets(shape))
+    data = prepare_jobs(spec, limit=context_length(shape.config))
     budget = nano_batch_tokens(spec, device, data)
     for name, prepared in data.items():
         progress.say(*(f"{name}: {line}" for line in prepared.report.lines()))
@@ -116,7 +125,8 @@ def enter_jobs(
 def load_super_model(spec: RunSpec, device: torch.device) -> SuperModel:
     return SuperModel(
         load_base(spec.base, device),
-        reserve_rows=sum(job.lora.r for job in spec.jobs),
+        # One more of the largest: an export is checked beside the job it comes from.
+        reserve_rows=sum(job.lora.r for job in spec.jobs) + max(job.lora.r for job in spec.jobs),
         per_sequence=spec.engine.isolation == "exact",
         gradient_checkpointing=spec.engine.gradient_checkpointing,
     )

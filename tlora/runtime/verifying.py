@@ -8,7 +8,7 @@ from tlora.core.errors import AdapterError
 from tlora.core.job import BaseSpec
 from tlora.core.sequence import TokenSequence
 from tlora.model.loading import load_base, resolve_device
-from tlora.model.peft_format import read_adapter
+from tlora.model.peft_format import read_adapter, read_config
 from tlora.model.probe import TOLERANCE, probe_sequences
 from tlora.model.super_model import SuperModel
 from tlora.runtime.environment import quieten_libraries
@@ -49,8 +49,6 @@ def verify_adapter(directory: Path, base: str | None = None) -> list[str]:
 
 
 def base_of(directory: Path) -> str:
-    from tlora.model.peft_format import read_config
-
     name = str(read_config(directory).get("base_model_name_or_path") or "")
     if not name:
         raise AdapterError(f"{directory}: does not name its base model; give it with --base")
@@ -65,7 +63,10 @@ def peft_logits(directory: Path, model_name: str, ids) -> torch.Tensor | None:
         return None
     device = resolve_device("auto")
     plain = load_base(BaseSpec(model=model_name), device)
-    model = PeftModel.from_pretrained(plain, str(directory)).eval()
+    try:
+        model = PeftModel.from_pretrained(plain, str(directory)).eval()
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise AdapterError(f"{directory}: PEFT cannot load it: {error}") from error
     with torch.no_grad():
         logits = model(input_ids=torch.from_numpy(ids)[None].to(device)).logits[0]
     # The last row predicts nothing that is compared.

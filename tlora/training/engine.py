@@ -216,6 +216,10 @@ class Engine:
             except JobFailed as failure:
                 failures.append(failure)
                 self.detach(job.name)
+            except (RuntimeError, OverflowError) as error:
+                # A rate or decay beyond what float32 holds: nobody else's step is held up by it.
+                failures.append(JobFailed(f"step {job.step}: {error}", job=job.name))
+                self.detach(job.name)
         return Outcome(
             kind=outcome.kind,
             rows=outcome.rows,

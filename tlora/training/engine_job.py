@@ -135,10 +135,8 @@ class EngineJob:
         named = list(dict.fromkeys(origin for origin in origins if origin))
         more = f" and {len(named) - NAMED_ROWS} more" if len(named) > NAMED_ROWS else ""
         rows = f" (rows {', '.join(named[:NAMED_ROWS])}{more})" if named else ""
-        raise JobFailed(
-            f"{what} at step {self.step + 1}{rows}; a lower learning rate or max_grad_norm may help",
-            job=self.name,
-        )
+        advice = "a lower learning rate or max_grad_norm may help"
+        raise JobFailed(f"{what} at step {self.step + 1}{rows}; {advice}", job=self.name)
 
     def check_integrity(self) -> None:
         assert (self.kind is None) == (not self.batch), f"{self.name} has a batch for nothing"

@@ -95,6 +95,8 @@ def _backward_shared(segment, dx, x, dy, a, b, grad_a, grad_b, rows, linears):
 def _backward_dropped(segment, dx, x, dy, a, b, grad_a, grad_b, rows, linears):
     tokens = slice(segment.start, segment.stop)
     x_s = x[tokens].to(a.dtype)
+    # A copy where the formats differ, so that the sum over linears is rounded once.
+    dx_s = None if dx is None else dx[tokens].to(a.dtype)
     for i, ranks in _rank_slices(segment):
         key = linear_key(segment.key, linears[i])
         kept = keep_mask(rows[tokens], x.shape[1], key=key, threshold=segment.threshold)
@@ -105,6 +107,8 @@ def _backward_dropped(segment, dx, x, dy, a, b, grad_a, grad_b, rows, linears):
         ds = dy_l @ b[i][b_rows].T
         grad_b[i][b_rows].addmm_((x_l @ a[a_rows].T).T, dy_l, alpha=segment.scale)
         grad_a[a_rows].addmm_(ds.T, x_l, alpha=segment.scale)
-        if dx is not None:
+        if dx_s is not None:
             back = apply_mask(ds @ a[a_rows], kept, segment.threshold)
-            dx[tokens] = (dx[tokens].to(a.dtype) + segment.scale * back).to(dx.dtype)
+            dx_s.add_(back, alpha=segment.scale)
+    if dx is not None and dx.dtype != a.dtype:
+        dx[tokens] = dx_s

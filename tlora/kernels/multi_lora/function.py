@@ -133,6 +133,9 @@ def multi_lora(
     n = len(weights)
     if not (len(biases) == len(b) == len(grad_b) == len(linears) == n):
         raise ValueError(f"{n} weights need as many biases, b, grad_b and linears")
+    grads_of = zip([grad_a, *grad_b], [a, *b], strict=True)
+    if any(grad.shape != values.shape for grad, values in grads_of):
+        raise ValueError("grad_a and grad_b must have the shapes of a and b")
     if table.shape[1] != FIXED_COLUMNS + 2 * n:
         raise ValueError(f"the table is for another number of linears than {n}")
     if len(rows) != len(x):

@@ -1,0 +1,26 @@
+"""Fixtures for the tests of the arithmetic."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The matrices here are tiny: waiting for a second thread takes longer than the work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def new_tensors_hold_nan() -> Iterator[None]:
+    """Memory that is new holds NaN, so that a forgotten write shows."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = before

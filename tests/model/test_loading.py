@@ -1,0 +1,146 @@
+"""Base models from disk: loaded whole, or refused in one sentence."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.models import save_base, tiny_model
+
+from tlora.core.errors import ModelError
+from tlora.core.job import BaseSpec
+from tlora.model.loading import (
+    load_base,
+    load_config,
+    load_shape,
+    load_tokenizer,
+    resolve_device,
+)
+from tlora.model.targets import find_targets
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return save_base(tmp_path / "base", tie_word_embeddings=True)
+
+
+def spec(path: Path | str, **settings) -> BaseSpec:
+    return BaseSpec(model=str(path), **settings)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16"])
+def test_weights_come_in_the_number_format_asked_for(base: Path, dtype: str) -> None:
+    """`auto` takes what the checkpoint says; tied weights are not missing ones."""
+    model = load_base(spec(base, dtype=dtype), CPU)
+    expected = torch.float32 if dtype == "auto" else getattr(torch, dtype)
+    assert {parameter.dtype for parameter in model.parameters()} == {expected}
+    stored = load_file(base / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(model.get_input_embeddings().weight, stored.to(expected))
+
+
+def test_the_shape_alone_has_the_targets_of_the_model_and_no_weights(base: Path) -> None:
+    """`check` needs no more."""
+    (base / "model.safetensors").unlink()
+    shape = load_shape(spec(base))
+    assert find_targets(shape) == find_targets(tiny_model())
+    assert {parameter.device.type for parameter in shape.parameters()} == {"meta"}
+
+
+def change_config(**values: object) -> Callable[[Path], None]:
+    def change(base: Path) -> None:
+        config = json.loads((base / "config.json").read_text())
+        (base / "config.json").write_text(json.dumps({**config, **values}))
+
+    return change
+
+
+def change_weight(name: str, tensor: torch.Tensor | None) -> Callable[[Path], None]:
+    def change(base: Path) -> None:
+        tensors = load_file(base / "model.safetensors")
+        del tensors[name]
+        if tensor is not None:
+            tensors[name] = tensor
+        save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+
+    return change
+
+
+def cut_weights(base: Path) -> None:
+    weights = base / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+
+
+def pickle_weights(base: Path) -> None:
+    (base / "model.safetensors").unlink()
+    torch.save({}, base / "pytorch_model.bin")
+
+
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a weight missing": (change_weight(Q_PROJ, None), f"first is {Q_PROJ}"),
+    "a weight of another shape": (change_weight(Q_PROJ, torch.ones(32, 8)), f"first is {Q_PROJ}"),
+    "weights cut short": (cut_weights, "cannot be loaded"),
+    "weights that run code": (pickle_weights, "no file named model.safetensors"),
+    "no weights": (lambda base: (base / "model.safetensors").unlink(), "model.safetensors"),
+    "a config that is no JSON": (lambda base: (base / "config.json").write_text("{"), "valid JSON"),
+    "no config": (lambda base: (base / "config.json").unlink(), "holds no config.json"),
+    "an unknown kind": (change_config(model_type="nonesuch"), "`nonesuch`"),
+    "code of its own": (
+        change_config(model_type="own", auto_map={"AutoConfig": "x.Y"}),
+        "contains custom code",
+    ),
+    "an encoder-decoder": (change_config(model_type="t5"), "T5Config"),
+    "a value of another type": (change_config(num_attention_heads="x"), "num_attention_heads"),
+    "a value that cannot be": (change_config(num_attention_heads=0), "cannot be loaded"),
+    "linear attention": (
+        change_config(layer_types=["linear_attention", "full_attention"]),
+        "linear_attention",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_refused_in_one_line(base: Path, damage: str) -> None:
+    """A ModelError that names the field and the trouble; nothing is filled in at random."""
+    break_it, trouble = DAMAGES[damage]
+    break_it(base)
+    with pytest.raises(ModelError) as caught:
+        load_base(spec(base), CPU)
+    message = str(caught.value)
+    assert message.startswith("base.model: ") and trouble in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("name", ["org/absent", "absent", "a/b/c"])
+def test_a_name_that_is_neither_here_nor_to_be_had_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without a network, at once."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=f"base.model: '{name}' is neither a directory here nor"):
+        load_config(spec(name))
+
+
+def test_a_checkpoint_without_a_tokenizer_is_told_from_one_without_a_model(base: Path) -> None:
+    """The message says which is missing."""
+    assert len(load_tokenizer(spec(base))) == 259
+    for file in base.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ModelError, match=r"base\.model: the tokenizer in .* cannot be loaded"):
+        load_tokenizer(spec(base))
+
+
+def test_a_device_is_checked_by_name_and_presence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` falls back to the CPU; CUDA is refused where there is none."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto") == resolve_device("cpu") == CPU
+    with pytest.raises(ModelError, match=r"engine\.device: 'gpu' is not a device"):
+        resolve_device("gpu")
+    with pytest.raises(ModelError, match=r"engine\.device: cuda was asked for"):
+        resolve_device("cuda:1")

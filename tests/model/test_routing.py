@@ -1,0 +1,141 @@
+"""A routing turns a packed nano-batch into the tables that linears read."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from tlora.core.sequence import TokenSequence
+from tlora.kernels.multi_lora.tables import Segment, read_table
+from tlora.model.adapters import LoraPair
+from tlora.model.packing import PackedBatch, Share, pack
+from tlora.model.pool import GroupPool
+from tlora.model.routing import MIN_TABLE_ROWS, Routing, Scaling
+from tlora.model.targets import Target
+
+CPU = torch.device("cpu")
+SCALINGS = {"one": Scaling(0.5, threshold=0), "two": Scaling(2.0, threshold=2**30)}
+
+
+def new_pool(*jobs: tuple[str, int, int]) -> GroupPool:
+    """Two linears, and (job, rank of the first, rank of the second)."""
+    pool = GroupPool([Target("q", 6, 4, False), Target("k", 6, 3, False)], 32, CPU)
+    for job, first, second in jobs:
+        ranks = {"q": (first, 4), "k": (second, 3)}
+        pool.attach(
+            job,
+            {
+                path: LoraPair(torch.ones(rank, 6), torch.ones(out, rank))
+                for path, (rank, out) in ranks.items()
+                if rank
+            },
+        )
+    return pool
+
+
+def batch_of(*shares: tuple[str, list[int]]) -> PackedBatch:
+    """(job, lengths of its sequences); the dropout key is the length of the job's name."""
+    return pack(
+        [
+            Share(
+                job,
+                [TokenSequence(*[np.arange(n, dtype=np.int32)] * 2) for n in lengths],
+                [0] * len(lengths),
+                [1.0] * len(lengths),
+                key=len(job),
+            )
+            for job, lengths in shares
+        ],
+        32,
+    )
+
+
+@contextmanager
+def segments_of(
+    routing: Routing, batch: PackedBatch, pools: list[GroupPool], train: bool = True
+) -> Iterator[list[list[Segment]]]:
+    with routing.entered(batch, pools, SCALINGS, train=train):
+        entries = [routing.table(pool) for pool in pools]
+        yield [read_table(entry.table, entry.scales) for entry in entries]
+
+
+def test_a_pool_sees_the_segments_of_the_jobs_it_holds() -> None:
+    """With each job's own rows, scale and dropout; a job it does not hold has none there."""
+    both, one = new_pool(("one", 2, 0), ("two", 3, 1)), new_pool(("one", 1, 1))
+    batch = batch_of(("two", [4, 2]), ("one", [5]))
+    with segments_of(Routing(CPU), batch, [both, one]) as (in_both, in_one):
+        assert in_both == [
+            Segment(0, 6, a_row=2, ranks=(3, 1), b_rows=(2, 0), scale=2.0, threshold=2**30, key=3),
+            Segment(6, 11, a_row=0, ranks=(2, 0), b_rows=(0, 0), scale=0.5, key=3),
+        ]
+        assert in_one == [Segment(6, 11, a_row=0, ranks=(1, 1), b_rows=(0, 0), scale=0.5, key=3)]
+
+
+def test_evaluation_has_no_dropout() -> None:
+    """Thresholds are zero; all else stays."""
+    pool, batch = new_pool(("two", 3, 1)), batch_of(("two", [4]))
+    with segments_of(Routing(CPU), batch, [pool], train=False) as (segments,):
+        assert [(s.threshold, s.scale, s.stop) for s in segments] == [(0, 2.0, 4)]
+
+
+def test_per_sequence_cuts_every_job_at_its_sequences() -> None:
+    """So that no sum depends on how a batch was cut into nano-batches."""
+    pool, batch = new_pool(("one", 1, 1), ("two", 1, 1)), batch_of(("two", [4, 2]), ("one", [5]))
+    with segments_of(Routing(CPU, per_sequence=True), batch, [pool]) as (segments,):
+        assert [(s.start, s.stop, s.scale) for s in segments] == [
+            (0, 4, 2.0),
+            (4, 6, 2.0),
+            (6, 11, 0.5),
+        ]
+
+
+def test_tables_keep_their_tensors_and_lose_the_last_nano_batch() -> None:
+    """Compiled code reads the same memory; fewer segments than before leave none behind."""
+    routing, pool = Routing(CPU), new_pool(("one", 1, 1), ("two", 1, 1))
+    with segments_of(routing, batch_of(("two", [4]), ("one", [5])), [pool]):
+        before = routing.table(pool).table
+    with segments_of(routing, batch_of(("one", [3])), [pool]) as (segments,):
+        assert routing.table(pool).table is before
+        assert [(s.start, s.stop) for s in segments] == [(0, 3)]
+
+
+def test_more_segments_than_a_table_holds_get_a_larger_one() -> None:
+    """By doubling, with none lost."""
+    routing, pool = Routing(CPU, per_sequence=True), new_pool(("one", 1, 1))
+    with segments_of(routing, batch_of(("one", [1])), [pool]):
+        assert len(routing.table(pool).scales) == MIN_TABLE_ROWS
+    empty = batch_of(("one", [0] * (MIN_TABLE_ROWS + 1)))
+    with segments_of(routing, empty, [pool]) as (segments,):
+        assert len(routing.table(pool).scales) == 2 * MIN_TABLE_ROWS
+        assert len(segments) == MIN_TABLE_ROWS + 1
+
+
+def test_pools_share_a_table_only_where_their_rows_are_the_same() -> None:
+    """And a pool that changed finds its own again."""
+    routing, batch = Routing(CPU), batch_of(("one", [5]))
+    pools = [new_pool(("one", 2, 1)), new_pool(("one", 2, 1)), new_pool(("one", 2, 2))]
+    with segments_of(routing, batch, pools) as (first, second, third):
+        tables = [routing.table(pool).table for pool in pools]
+        assert tables[0] is tables[1] and tables[0] is not tables[2]
+        assert first == second != third
+    pools[1].detach("one")
+    routing.forget_tables()
+    with segments_of(routing, batch, pools) as (first, second, third):
+        assert (len(first), len(second), len(third)) == (1, 0, 1)
+
+
+def test_one_nano_batch_at_a_time_and_none_outside() -> None:
+    """Nesting is refused, so is reading outside; a failure inside leaves the routing usable."""
+    routing, pool, batch = Routing(CPU), new_pool(("one", 1, 1)), batch_of(("one", [5]))
+    with pytest.raises(AssertionError, match="outside of a routed forward"):
+        routing.table(pool)
+    with segments_of(routing, batch, [pool]), pytest.raises(RuntimeError, match="already running"):
+        routing.entered(batch, [pool], SCALINGS, train=True).__enter__()
+    with pytest.raises(ZeroDivisionError), segments_of(routing, batch, [pool]):
+        raise ZeroDivisionError
+    with pytest.raises(AssertionError, match="outside of a routed forward"):
+        routing.table(pool)
+    with segments_of(routing, batch, [pool]) as (segments,):
+        assert len(segments) == 1

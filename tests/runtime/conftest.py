@@ -1,0 +1,30 @@
+"""A tiny base on disk and a cache that belongs to the tests."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.models import save_base
+from support.runs import quiet_single_thread, write_rows
+
+
+@pytest.fixture(scope="package", autouse=True)
+def single_thread() -> Iterator[None]:
+    yield from quiet_single_thread()
+
+
+@pytest.fixture(scope="package", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TLORA_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="package")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("models") / "base")
+
+
+@pytest.fixture(scope="package")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("data") / "rows.jsonl", 20)
