@@ -2,10 +2,13 @@
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from tlora.kernels.multi_lora import multi_lora
 from tlora.model.pool import GroupPool
 from tlora.model.routing import Routing
+
+Linear = nn.Linear | Conv1D
 
 
 class SharedInput:
@@ -16,10 +19,10 @@ class SharedInput:
     """
 
     def __init__(
-        self, linears: list[nn.Module], numbers: list[int], pool: GroupPool, routing: Routing
+        self, linears: list[Linear], numbers: list[int], pool: GroupPool, routing: Routing
     ) -> None:
-        self.weights = [linear.weight for linear in linears]
-        self.biases = [linear.bias for linear in linears]
+        self.weights: list[torch.Tensor] = [linear.weight for linear in linears]
+        self.biases: list[torch.Tensor | None] = [linear.bias for linear in linears]
         self.numbers = numbers
         self.pool = pool
         self.routing = routing
@@ -64,7 +67,7 @@ class SharedInput:
 class LoraLinear(nn.Module):
     """One linear of a group; the frozen weight stays where the model had it."""
 
-    def __init__(self, linear: nn.Module, index: int, group: SharedInput) -> None:
+    def __init__(self, linear: Linear, index: int, group: SharedInput) -> None:
         super().__init__()
         self.weight = linear.weight
         self.bias = linear.bias

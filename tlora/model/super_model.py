@@ -7,6 +7,7 @@ What a job's step, loss or data is, is not known here.
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from transformers import AttentionInterface
@@ -18,7 +19,7 @@ from tlora.core.job import JobSpec
 from tlora.core.sequence import TokenSequence
 from tlora.kernels.streams import threshold
 from tlora.model.adapters import AdapterWeights, LoraPair, new_pair
-from tlora.model.linear import LoraLinear, SharedInput
+from tlora.model.linear import Linear, LoraLinear, SharedInput
 from tlora.model.packing import PackedBatch, Share, pack
 from tlora.model.pool import GroupPool, RowViews
 from tlora.model.probe import check_layer_types, check_packing, find_groups, own_logits
@@ -176,7 +177,7 @@ class SuperModel:
         self.targets = {path: target for path, target in self.targets.items() if path in called}
         groups = []
         for paths in grouped:
-            linears = [self.model.get_submodule(path) for path in paths]
+            linears = [cast(Linear, self.model.get_submodule(path)) for path in paths]
             pool = GroupPool([self.targets[path] for path in paths], reserve_rows, self.device)
             group = SharedInput(linears, [numbers[path] for path in paths], pool, self.routing)
             groups.append(group)

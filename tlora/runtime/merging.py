@@ -32,7 +32,7 @@ def merge_adapter(directory: Path, output: Path, base: str | None = None) -> lis
         with plain_adapter(model, adapter.weights, adapter.scale):
             expected = model(input_ids=ids).logits[0].float()
         for path, pair in adapter.weights.items():
-            weight = model.get_submodule(path).weight
+            weight = model.get_parameter(f"{path}.weight")
             delta = adapter.scale * pair.b.to(weight.device) @ pair.a.to(weight.device)
             delta = delta.T if targets[path].transposed else delta
             weight.copy_((weight.float() + delta).to(weight.dtype))

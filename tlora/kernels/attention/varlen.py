@@ -27,7 +27,7 @@ def varlen_attention(
         key = key.repeat_interleave(repeats, dim=1)
         value = value.repeat_interleave(repeats, dim=1)
     left = -1 if window is None else window - 1
-    return varlen_attn(
+    out = varlen_attn(
         query,
         key,
         value,
@@ -38,3 +38,6 @@ def varlen_attention(
         scale=scale,
         window_size=(left, 0),
     )
+    # A tuple only where the log-sum-exp was asked for.
+    assert isinstance(out, torch.Tensor)
+    return out
