@@ -80,7 +80,7 @@ def test_a_batch_may_be_fed_in_parts(engine: Engine) -> None:
     than it is asked for."""
     rows = sequences(1, 6)
     scale = 1.0 / sum(row.num_targets for row in rows)
-    whole, parts = Fed("whole", [rows]), Fed("parts", [rows])
+    whole, parts = (Fed(name, [rows], dropout=0.2) for name in ("whole", "parts"))
     train(engine, [whole])
     parts.attach(engine)
     engine.feed("parts", rows[:2], loss_scale=scale)
@@ -242,6 +242,21 @@ def test_each_job_has_its_own_rate_clip_and_optimiser(engine: Engine) -> None:
     assert identical(ends[3], start)
     for one, other in [(0, 1), (1, 2), (0, 2)]:
         assert distance(ends[one], ends[other]) > 1e-2
+
+
+def test_each_job_is_clipped_to_its_own_norm(engine: Engine) -> None:
+    """The first moment after one step is (1 - beta1) times the gradient: of the norm that was asked
+    for, or as it came where that is less."""
+    limits = {"tight": 0.01, "tighter": 0.001, "wide": 100.0, "none": None}
+    rows = batches(1, [4])
+    jobs = [Fed(name, rows, max_grad_norm=limit) for name, limit in limits.items()]
+    train(engine, jobs)
+    for job in jobs:
+        moments = [rows.exp_avg.norm() for rows in engine.super_model.views(job.name).values()]
+        came = job.steps[0].grad_norm
+        expected = min(came, job.max_grad_norm or float("inf"))
+        assert came > 0.01
+        assert float(torch.stack(moments).norm()) == pytest.approx(0.1 * expected, rel=1e-3)
 
 
 def test_a_hundred_adapters_train_together() -> None:

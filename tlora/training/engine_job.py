@@ -22,6 +22,7 @@ NAMED_ROWS = 5
 @dataclass(frozen=True, slots=True)
 class FedSequence:
     sequence: TokenSequence
+    length: int
     row_offset: int
     """Tokens of the job's batch before it."""
 
@@ -88,7 +89,7 @@ class EngineJob:
         return Waiting(
             job=self.name,
             kind=self.kind,
-            lengths=[len(self.batch[index].sequence) for index in self.left],
+            lengths=[self.batch[index].length for index in self.left],
             weight=self.weight,
             credit=self.credit,
             rank=self.rank,
@@ -115,7 +116,7 @@ class EngineJob:
         gone = set(positions)
         self.left = [index for i, index in enumerate(self.left) if i not in gone]
         self.nano_batches += 1
-        return sum(len(each.sequence) for each in fed)
+        return sum(each.length for each in fed)
 
     def replay(self) -> None:
         """Back to the start of the batch; the caller clears the gradients."""
@@ -153,7 +154,7 @@ class EngineJob:
             grad_norm=grad_norm,
             learning_rate=self.request.learning_rate,
             target_tokens=sum(each.sequence.num_targets for each in self.batch),
-            tokens=sum(len(each.sequence) for each in self.batch),
+            tokens=sum(each.length for each in self.batch),
             sequences=len(self.batch),
             nano_batches=self.nano_batches,
         )
@@ -166,7 +167,7 @@ class EngineJob:
             step=self.step,
             loss=self.loss,
             target_tokens=sum(each.sequence.num_targets for each in self.batch),
-            tokens=sum(len(each.sequence) for each in self.batch),
+            tokens=sum(each.length for each in self.batch),
             sequences=len(self.batch),
         )
         self._clear()
@@ -174,10 +175,10 @@ class EngineJob:
 
     def _append(self, sequences: list[TokenSequence], loss_scale: float) -> None:
         last = self.batch[-1] if self.batch else None
-        offset = last.row_offset + len(last.sequence) if last else 0
+        offset = last.row_offset + last.length if last else 0
         for sequence in sequences:
             self.left.append(len(self.batch))
-            self.batch.append(FedSequence(sequence, offset, loss_scale))
+            self.batch.append(FedSequence(sequence, len(sequence), offset, loss_scale))
             offset += len(sequence)
 
     def _clear(self) -> None:
