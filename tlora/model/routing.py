@@ -47,7 +47,9 @@ class Routing:
         self.boundaries = torch.zeros(1, dtype=torch.int32, device=device)
         self.lengths: list[int] = []
         self.longest = 0
-        self._tables: dict[object, Table] = {}
+        self._sharing: list[list[GroupPool]] = []
+        """Pools of one layout, which share a table; found anew after slots have moved."""
+
         # By identity: a look-up that compiled code can make without reading the pool's slots.
         self._of_pool: dict[int, Table] = {}
         self._active = False
@@ -59,7 +61,7 @@ class Routing:
 
     def forget_tables(self) -> None:
         """Slots have moved: tables of the old layouts are of no use."""
-        self._tables.clear()
+        self._sharing.clear()
         self._of_pool.clear()
 
     @contextmanager
@@ -85,25 +87,26 @@ class Routing:
         self.lengths = batch.lengths
         if self.device.type == "cuda":
             self._load_boundaries(batch)
-        written: set[object] = set()
-        for pool in pools:
-            key = _table_key(pool)
-            if key not in written:
-                self._write(key, pool, batch, scalings, train)
-                written.add(key)
-            self._of_pool[id(pool)] = self._tables[key]
+        if not self._sharing:
+            self._sharing = _by_layout(pools)
+        for sharing in self._sharing:
+            table = self._written(sharing[0], batch, scalings, train)
+            for pool in sharing:
+                self._of_pool[id(pool)] = table
 
-    def _write(self, key, pool, batch, scalings, train) -> None:
+    def _written(self, pool: GroupPool, batch, scalings, train) -> Table:
+        """The pool's table with this nano-batch in it: the one it had, unless that is too small."""
         segments = [
             piece
             for segment in batch.segments
             if segment.job in pool.slots
             for piece in self._pieces(segment, pool, scalings[segment.job], train)
         ]
-        entry = self._tables.get(key)
-        if entry is None or len(entry.scales) < len(segments):
-            entry = self._tables[key] = self._new_table(len(segments), len(pool.targets))
-        write_table(segments, entry.table, entry.scales)
+        table = self._of_pool.get(id(pool))
+        if table is None or len(table.scales) < len(segments):
+            table = self._new_table(len(segments), len(pool.targets))
+        write_table(segments, table.table, table.scales)
+        return table
 
     def _pieces(
         self, segment: PackedSegment, pool: GroupPool, scaling: Scaling, train: bool
@@ -183,5 +186,8 @@ class Routing:
         return out[None], None
 
 
-def _table_key(pool: GroupPool) -> object:
-    return len(pool.targets), pool.layout
+def _by_layout(pools: list[GroupPool]) -> list[list[GroupPool]]:
+    sharing: dict[object, list[GroupPool]] = {}
+    for pool in pools:
+        sharing.setdefault((len(pool.targets), pool.layout), []).append(pool)
+    return list(sharing.values())

@@ -64,6 +64,11 @@ class SuperModel:
             self._checkpoint_layers()
 
     @property
+    def vocabulary(self) -> int:
+        """Tokens that have an embedding."""
+        return self.model.get_input_embeddings().weight.shape[0]
+
+    @property
     def jobs(self) -> list[str]:
         return list(self.scalings)
 

@@ -105,7 +105,7 @@ class Engine:
             raise ValueError(f"job '{name}' is being evaluated")
         if job.request is not None:
             raise ValueError(f"job '{name}' waits for its step: its batch is complete")
-        _check_sequences(name, sequences)
+        _check_sequences(name, sequences, self.super_model.vocabulary)
         job.feed(sequences, loss_scale)
 
     def request_step(
@@ -124,7 +124,7 @@ class Engine:
         job = self._job(name)
         if job.kind is not None:
             raise ValueError(f"job '{name}' is busy")
-        _check_sequences(name, sequences)
+        _check_sequences(name, sequences, self.super_model.vocabulary)
         if not any(sequence.num_targets for sequence in sequences):
             raise ValueError(f"job '{name}' has no trained token to be evaluated on")
         job.start_evaluation(sequences)
@@ -289,12 +289,18 @@ class Engine:
             rows.exp_avg_sq.copy_(state.exp_avg_sq[key])
 
 
-def _check_sequences(name: str, sequences: list[TokenSequence]) -> None:
+def _check_sequences(name: str, sequences: list[TokenSequence], vocabulary: int) -> None:
     if not sequences:
         raise ValueError(f"job '{name}' was given no sequences")
     for sequence in sequences:
         if not len(sequence):
             raise ValueError(f"job '{name}' was given an empty sequence {sequence.origin}".rstrip())
+        # On a GPU such a token would end the whole process.
+        if int(sequence.input_ids.max()) >= vocabulary or int(sequence.input_ids.min()) < 0:
+            raise ValueError(
+                f"job '{name}' was given a token beyond the base model's {vocabulary} "
+                f"{sequence.origin}".rstrip()
+            )
 
 
 def _check_state(name: str, weights: AdapterWeights, state: JobState) -> None:
