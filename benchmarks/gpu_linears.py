@@ -1,0 +1,481 @@
+"""What the adapters cost on top of the frozen linears of one decoder layer, on one GPU.
+
+    python benchmarks/gpu_linears.py --check --stages --layer      # all of it
+    python benchmarks/gpu_linears.py --layer --tokens 8192 --adapters 8 32 --ranks mixed
+
+--check compares every kernel with the float32 reference, on fresh inputs, outputs poisoned with
+NaN, and shows that a scale off by 1 % is refused. --stages times each kernel beside its bytes.
+--layer times forward and dX of the seven linears, frozen and with adapters, as replays of a
+captured graph and, with --plain, without one. Tables first, then one JSON line.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from tlora.kernels.multi_lora import reference
+from tlora.kernels.multi_lora import triton_backward as backward
+from tlora.kernels.multi_lora import triton_forward as forward
+from tlora.kernels.multi_lora.blocks import Blocks, Layout, Tiles
+from tlora.kernels.multi_lora.tables import Segment
+from tlora.kernels.streams import step_key, threshold
+
+SHAPES = {
+    "8b": {
+        "qkv": (4096, (4096, 1024, 1024)),
+        "o": (4096, (4096,)),
+        "gate_up": (4096, (14336, 14336)),
+        "down": (14336, (4096,)),
+    },
+    "1b": {
+        "qkv": (2048, (2048, 512, 512)),
+        "o": (2048, (2048,)),
+        "gate_up": (2048, (8192, 8192)),
+        "down": (8192, (2048,)),
+    },
+}
+MIXED = (8, 64, 16, 32)
+
+
+@dataclass(frozen=True)
+class Case:
+    tokens: int
+    adapters: int
+    ranks: str
+    dropout: float
+
+    @property
+    def max_rank(self) -> int:
+        return max(self.rank(i) for i in range(self.adapters))
+
+    def rank(self, i: int) -> int:
+        return MIXED[i % len(MIXED)] if self.ranks == "mixed" else int(self.ranks)
+
+    def segments(self, linears: int) -> list[Segment]:
+        """Uneven lengths that fill the nano-batch."""
+        weights = [1.0 + 0.5 * ((7 * i) % 5 - 2) / 2 for i in range(self.adapters)]
+        edges = [0, *itertools.accumulate(weights)]
+        edges = [round(edge / edges[-1] * self.tokens) for edge in edges]
+        segments, a_row, b_row = [], 0, 0
+        for i, (start, stop) in enumerate(itertools.pairwise(edges)):
+            rank = self.rank(i)
+            segments.append(
+                Segment(
+                    start=start,
+                    stop=stop,
+                    a_row=a_row,
+                    ranks=(rank,) * linears,
+                    b_rows=(b_row,) * linears,
+                    scale=16 / rank,
+                    threshold=threshold(self.dropout),
+                    key=step_key(i, 3),
+                )
+            )
+            a_row, b_row = a_row + rank * linears, b_row + rank
+        return segments
+
+
+class Group:
+    """Linears that share an input, with pools, gradients and block tables."""
+
+    def __init__(self, case: Case, features: tuple, *, tiles: Tiles, shadow: bool = False):
+        self.case = case
+        self.num_in, self.outs = features
+        n = len(self.outs)
+        self.segments = case.segments(n)
+        rank_rows = sum(s.ranks[0] for s in self.segments)
+        random = {"device": "cuda", "dtype": torch.bfloat16}
+        self.x = torch.randn(case.tokens, self.num_in, **random)
+        self.weights = [
+            torch.randn(o, self.num_in, **random) * self.num_in**-0.5 for o in self.outs
+        ]
+        self.dy = [torch.randn(case.tokens, o, **random) * 0.1 for o in self.outs]
+        self.a = torch.randn(rank_rows * n, self.num_in, device="cuda") * self.num_in**-0.5
+        self.b = [torch.randn(rank_rows, o, device="cuda") * 0.1 for o in self.outs]
+        self.grad_a = torch.zeros_like(self.a)
+        self.grad_b = [torch.zeros_like(b) for b in self.b]
+        self.a_used = self.a.bfloat16() if shadow else self.a
+        self.b_used = [b.bfloat16() for b in self.b] if shadow else self.b
+        self.rows = torch.cat(
+            [
+                torch.arange(s.stop - s.start, dtype=torch.int32, device="cuda")
+                for s in self.segments
+            ]
+        )
+        self.linears = list(range(5, 5 + n))
+        layout = Layout(
+            num_tokens=case.tokens,
+            in_features=self.num_in,
+            out_features=self.outs,
+            max_segments=max(32, case.adapters),
+            max_rank=case.max_rank,
+            dropout=case.dropout > 0,
+            tiles=tiles,
+        )
+        self.blocks = Blocks.new(layout, "cuda")
+        self.blocks.copy(self.segments)
+        self.y = [torch.empty(case.tokens, o, **random) for o in self.outs]
+        self.dx = torch.empty_like(self.x)
+        self.s = torch.empty(case.tokens, layout.s_width, **random)
+        self.ds = torch.empty_like(self.s)
+
+    def frozen_forward(self):
+        for y, w in zip(self.y, self.weights, strict=True):
+            torch.mm(self.x, w.T, out=y)
+
+    def frozen_backward(self):
+        torch.mm(self.dy[0], self.weights[0], out=self.dx)
+        for dy, w in zip(self.dy[1:], self.weights[1:], strict=True):
+            self.dx.addmm_(dy, w)
+
+    def forward(self, how: str):
+        if how == "add":
+            self.frozen_forward()
+        self.s = forward.add_forward(
+            self.y, self.x, self.a_used, self.b_used, self.blocks, self.rows, self.linears,
+            write=how != "add",
+        )  # fmt: skip
+        if how == "write":
+            for y, w in zip(self.y, self.weights, strict=True):
+                y.addmm_(self.x, w.T)
+
+    def backward(self, how: str):
+        if how == "add":
+            self.frozen_backward()
+        backward.add_backward(
+            self.dx, self.x, self.dy, self.s, self.a_used, self.b_used, self.grad_a, self.grad_b,
+            self.blocks, self.rows, self.linears, write=how != "add",
+        )  # fmt: skip
+        if how == "write":
+            for dy, w in zip(self.dy, self.weights, strict=True):
+                self.dx.addmm_(dy, w)
+
+    def floor_bytes(self) -> dict[str, int]:
+        """Activations and pools once per kernel that touches them; gradients read and written."""
+        x = 2 * self.case.tokens * self.num_in
+        y = 2 * self.case.tokens * sum(self.outs)
+        a = self.a_used.numel() * self.a_used.itemsize
+        b = sum(b.numel() * b.itemsize for b in self.b_used)
+        grad_a, grad_b = 8 * self.a.numel(), 8 * sum(b.numel() for b in self.b)
+        return {
+            "shrink_x": x + a,
+            "expand_y": y + b,
+            "reduce_b": y + b + grad_b,
+            "reduce_a": x + grad_a,
+            "expand_dx": x + a,
+        }
+
+
+def relative(value: torch.Tensor, expected: torch.Tensor) -> float:
+    error = (value.float() - expected).norm() / expected.norm()
+    return float(error) if bool(torch.isfinite(value).all()) else float("nan")
+
+
+def check_case(case: Case, features: tuple, tiles: Tiles, limit: float = 5e-3) -> dict:
+    """Worst relative error over outputs and gradients, and that of a twin with a scale 1 % off."""
+    group = Group(case, features, tiles=tiles)
+    for tensor in (*group.y, group.dx, group.s):
+        tensor.fill_(float("nan"))
+    group.forward("delta")
+    group.backward("delta")
+    first = [t.clone() for t in (*group.y, group.dx, group.grad_a, *group.grad_b)]
+
+    def expected(segments):
+        y = reference.forward(group.x, group.a, group.b, segments, group.rows, group.linears)
+        grads = reference.backward(
+            group.x, group.dy, group.a, group.b, segments, group.rows, group.linears
+        )
+        return [*y, grads.x, grads.a, *grads.b]
+
+    errors = [relative(v, e) for v, e in zip(first, expected(group.segments), strict=True)]
+    off = [Segment(**{**_fields(s), "scale": s.scale * 1.01}) for s in group.segments]
+    twin = [relative(v, e) for v, e in zip(first, expected(off), strict=True)]
+    for tensor in (group.grad_a, *group.grad_b):
+        tensor.zero_()
+    group.forward("delta")
+    group.backward("delta")
+    second = [*group.y, group.dx, group.grad_a, *group.grad_b]
+    same = all(torch.equal(u, v) for u, v in zip(first, second, strict=True))
+    ok = max(errors) < limit and min(twin) > limit and same
+    result = {"worst": max(errors), "twin": min(twin), "same_bits": same, "ok": ok}
+    if not ok:
+        print(
+            "FAILED", case, features, [f"{e:.2e}" for e in errors], [f"{e:.2e}" for e in twin], same
+        )
+    return result
+
+
+def _fields(segment: Segment) -> dict:
+    return {name: getattr(segment, name) for name in Segment.__slots__}
+
+
+def check_neighbours(features: tuple, tiles: Tiles) -> bool:
+    """Whether a job's outputs and gradients keep their bits among others and at another place."""
+    num_in, outs = features
+    n, tokens, mine = len(outs), 2048, 700
+    results = []
+    x = torch.randn(mine, num_in, device="cuda", dtype=torch.bfloat16)
+    dy = [torch.randn(mine, o, device="cuda", dtype=torch.bfloat16) for o in outs]
+    pools = [
+        torch.randn(24 * n, num_in, device="cuda"),
+        *(torch.randn(24, o, device="cuda") for o in outs),
+    ]
+    for place, other_ranks in ((0, (8, 64)), (640, (16, 3)), (1348, (64, 64))):
+        group = Group(Case(tokens, 3, "64", 0.05), features, tiles=tiles)
+        spans = {
+            0: [(700, 1400), (1400, 2048)],
+            640: [(0, 640), (1340, 2048)],
+            1348: [(0, 1000), (1000, 1348)],
+        }[place]
+        common = {"threshold": threshold(0.05), "scale": 0.7}
+        segments = [
+            Segment(place, place + mine, 0, (24,) * n, (0,) * n, key=9, **common),
+            *(
+                Segment(
+                    *span, 24 * n + 64 * n * i, (r,) * n, (24 + 64 * i,) * n, key=77 + i, **common
+                )
+                for i, (span, r) in enumerate(zip(spans, other_ranks, strict=True))
+            ),
+        ]
+        segments.sort(key=lambda s: s.start)
+        group.blocks.copy(segments)
+        group.a[: 24 * n] = pools[0]
+        for b, pool in zip(group.b, pools[1:], strict=True):
+            b[:24] = pool
+        span = slice(place, place + mine)
+        group.x[span] = x
+        group.rows[span] = torch.arange(mine, dtype=torch.int32, device="cuda")
+        for target, source in zip(group.dy, dy, strict=True):
+            target[span] = source
+        group.forward("delta")
+        group.backward("delta")
+        results.append(
+            [
+                *(y[span].clone() for y in group.y),
+                group.dx[span].clone(),
+                group.grad_a[: 24 * n].clone(),
+                *(g[:24].clone() for g in group.grad_b),
+            ]
+        )
+    return all(
+        torch.equal(u, v) for other in results[1:] for u, v in zip(results[0], other, strict=True)
+    )
+
+
+def graph_of(step, repeats: int = 1):
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            step()
+    return graph
+
+
+def times_us(steps: dict, *, rounds: int = 15, inner: int = 2) -> dict[str, float]:
+    """Median microseconds of each; rounds interleave them, so that drift hits all alike."""
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    for step in steps.values():
+        step()
+    torch.cuda.synchronize()
+    for _ in range(rounds):
+        for name, step in steps.items():
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(inner):
+                step()
+            stop.record()
+            stop.synchronize()
+            samples[name].append(start.elapsed_time(stop) * 1e3 / inner)
+    return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def stage_steps(group: Group, tunings: dict) -> dict:
+    g = group
+    n = len(g.outs)
+    args = (g.blocks, g.rows, g.linears)
+    return {
+        "shrink_x": lambda: forward.shrink(
+            g.s, [g.x] * n, [g.a_used] * n, *args, name="shrink_x", **tunings.get("shrink", {})
+        ),
+        "expand_y": lambda: forward.expand(
+            g.y, g.s, g.b_used, *args, name="expand_y", write=True, **tunings.get("expand", {})
+        ),
+        "reduce_b": lambda: backward.reduce_fused(
+            g.ds, g.grad_b, g.s, g.dy, g.b_used, *args, **tunings.get("reduce_b", {})
+        ),
+        "reduce_a": lambda: backward.reduce(
+            [g.grad_a] * n, g.ds, [g.x] * n, *args, name="reduce_a",
+            **tunings.get("reduce_a", {}),
+        ),
+        "expand_dx": lambda: forward.expand(
+            [g.dx], g.ds, [g.a_used], *args, name="expand_dx", write=True,
+            **tunings.get("expand", {}),
+        ),
+    }  # fmt: skip
+
+
+def bench_us(step, repeats: int = 8) -> float:
+    """Microseconds with a cold L2 and no launch gaps: a graph that also wipes it, less that."""
+    wipe = torch.empty(2**26, dtype=torch.int32, device="cuda")
+
+    def cold():
+        wipe.zero_()
+        step()
+
+    step()
+    graphs = {"cold": graph_of(cold, repeats), "wipe": graph_of(wipe.zero_, repeats)}
+    times = times_us({k: g.replay for k, g in graphs.items()}, rounds=9, inner=1)
+    return (times["cold"] - times["wipe"]) / repeats
+
+
+def stages(case: Case, shape: str, tiles: Tiles, shadow: bool) -> dict:
+    result = {}
+    for name, features in SHAPES[shape].items():
+        group = Group(case, features, tiles=tiles, shadow=shadow)
+        floors = group.floor_bytes()
+        row = {}
+        for stage, step in stage_steps(group, {}).items():
+            step()
+            us = bench_us(step)
+            row[stage] = {"us": round(us, 1), "tb_s": round(floors[stage] / us / 1e6, 2)}
+        result[name] = row
+        print(
+            f"{name:8}", *(f"{k} {v['us']:7.1f} us {v['tb_s']:.2f} TB/s |" for k, v in row.items())
+        )
+        del group
+    for stage in row:
+        print(f"  all groups, {stage}: {sum(result[g][stage]['us'] for g in result):.0f} us")
+    return result
+
+
+def layer(case: Case, shape: str, tiles: Tiles, shadow: bool, hows: list[str], plain: bool) -> dict:
+    groups = {n: Group(case, f, tiles=tiles, shadow=shadow) for n, f in SHAPES[shape].items()}
+
+    def frozen():
+        for g in groups.values():
+            g.frozen_forward()
+        for g in reversed(groups.values()):
+            g.frozen_backward()
+
+    def adapted(how):
+        for g in groups.values():
+            g.forward(how)
+        for g in reversed(groups.values()):
+            g.backward(how)
+
+    steps = {"frozen": frozen}
+    for how in hows:
+        steps[how] = lambda how=how: adapted(how)
+    for name, g in groups.items():
+        steps[f"{name} frozen fwd"] = g.frozen_forward
+        steps[f"{name} frozen bwd"] = g.frozen_backward
+        for how in hows:
+            steps[f"{name} {how} fwd"] = lambda g=g, how=how: g.forward(how)
+            steps[f"{name} {how} bwd"] = lambda g=g, how=how: g.backward(how)
+    graphs = {name: graph_of(step) for name, step in steps.items()}
+    replayed = times_us({name: graph.replay for name, graph in graphs.items()})
+    result = {"graph_us": {k: round(v, 1) for k, v in replayed.items()}}
+    base = replayed["frozen"]
+    for how in hows:
+        result[f"overhead_{how}"] = round(replayed[how] / base - 1, 4)
+    if plain:
+        eager = times_us({k: steps[k] for k in ("frozen", *hows)}, rounds=7)
+        result["plain_us"] = {k: round(v, 1) for k, v in eager.items()}
+    floors = [g.floor_bytes() for g in groups.values()]
+    total = sum(sum(f.values()) for f in floors)
+    print(
+        f"{shape} T={case.tokens} adapters={case.adapters} rank={case.ranks} p={case.dropout}"
+        f" shadow={shadow}: frozen {base:.0f} us",
+        *(f"| {how} +{100 * result[f'overhead_{how}']:.1f} %" for how in hows),
+        *(f"| plain {k} {v:.0f}" for k, v in result.get("plain_us", {}).items()),
+        f"| floor at 4.3 TB/s +{100 * total / 4.3e6 / base:.1f} %",
+    )
+    for name in groups:
+        print(
+            f"   {name:8}",
+            *(
+                f"{d}: frozen {replayed[f'{name} frozen {d}']:.0f}"
+                + "".join(f", {how} {replayed[f'{name} {how} {d}']:.0f}" for how in hows)
+                + " us |"
+                for d in ("fwd", "bwd")
+            ),
+        )
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shape", default="8b", choices=SHAPES)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--adapters", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--ranks", nargs="+", default=["16", "64", "mixed"])
+    parser.add_argument("--dropout", type=float, nargs="+", default=[0.0, 0.05])
+    parser.add_argument("--how", nargs="+", default=["add", "write"], choices=["add", "write"])
+    parser.add_argument("--shadow", action="store_true", help="bf16 copies of the pools")
+    parser.add_argument("--plain", action="store_true", help="time without graphs too")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--stages", action="store_true")
+    parser.add_argument("--layer", action="store_true")
+    parser.add_argument("--chunk", type=int, default=0, help="tokens per chunk; 0: by bucket")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("this benchmark needs a CUDA device")
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    lines = []
+
+    def tiles(tokens: int) -> Tiles:
+        return Tiles.for_tokens(tokens) if not args.chunk else Tiles(chunk_tokens=args.chunk)
+
+    cases = [
+        Case(*values)
+        for values in itertools.product(args.tokens, args.adapters, args.ranks, args.dropout)
+    ]
+    if args.check:
+        odd = [Case(1000, 7, "5", 0.1), Case(777, 3, "256", 0.0), Case(2047, 100, "9", 0.05)]
+        for case in [*odd, *cases]:
+            for name, features in SHAPES[args.shape].items():
+                result = check_case(case, features, Tiles.for_tokens(case.tokens))
+                lines.append({"what": "check", "group": name, "case": vars(case), **result})
+        print(f"checked {len(lines)}: worst", max(r["worst"] for r in lines))
+        for name, features in SHAPES[args.shape].items():
+            print(
+                f"same bits with other neighbours, {name}:", check_neighbours(features, tiles(2048))
+            )
+    for case in cases:
+        if args.stages:
+            result = stages(case, args.shape, tiles(case.tokens), args.shadow)
+            lines.append({"what": "stages", "case": vars(case), "shadow": args.shadow, **result})
+        if args.layer:
+            result = layer(case, args.shape, tiles(case.tokens), args.shadow, args.how, args.plain)
+            lines.append({"what": "layer", "case": vars(case), "shadow": args.shadow, **result})
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    print(
+        json.dumps(
+            {
+                "device": torch.cuda.get_device_name(),
+                "torch": torch.__version__,
+                "triton": triton.__version__,
+                "commit": commit,
+                "command": " ".join(sys.argv[1:]),
+                "shape": args.shape,
+                "results": lines,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

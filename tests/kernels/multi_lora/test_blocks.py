@@ -1,0 +1,88 @@
+"""The work lists: complete, bounded, and blind to neighbours."""
+
+import pytest
+import torch
+
+from tlora.kernels.multi_lora import blocks
+from tlora.kernels.multi_lora.blocks import Layout, Tiles, build_table
+from tlora.kernels.multi_lora.tables import Segment
+
+TILES = Tiles(shrink_tokens=16, shrink_rank=32, expand_tokens=32, chunk_tokens=32, chunk_rank=16)
+LAYOUT = Layout(
+    num_tokens=100,
+    in_features=64,
+    out_features=(64, 32),
+    max_segments=4,
+    max_rank=40,
+    tiles=TILES,
+)
+
+
+def rows(table, name):
+    count = int(table[0, blocks.LISTS.index(name)])
+    first = LAYOUT.first_row[name]
+    return table[first : first + count]
+
+
+def segment(start, stop, a_row=0, ranks=(8, 8), threshold=0):
+    return Segment(
+        start, stop, a_row, ranks, (a_row, a_row), 2.0, threshold=threshold, key=2**31 + 5
+    )
+
+
+@pytest.mark.parametrize("threshold", [0, 2**28])
+def test_every_token_is_expanded_once_for_each_linear(threshold):
+    table = build_table(LAYOUT, [segment(3, 60, threshold=threshold), segment(60, 61, 20, (5, 0))])
+    for name, linears in (("expand_y", 2), ("expand_dx", 1)):
+        seen = torch.zeros(linears, 100, dtype=torch.int64)
+        for row in rows(table, name).tolist():
+            seen[row[blocks.LINEAR], row[blocks.START] : row[blocks.START] + row[blocks.COUNT]] += 1
+        assert torch.equal(seen, torch.ones_like(seen))
+
+
+def test_no_row_is_wider_than_its_tile():
+    table = build_table(LAYOUT, [segment(0, 100, ranks=(40, 33))])
+    for name, cap in (("shrink_x", 32), ("shrink_dy", 32), ("reduce_a", 16), ("reduce_b", 16)):
+        ranks = rows(table, name)[:, blocks.RANK]
+        assert ranks.min() > 0 and ranks.max() <= cap
+
+
+def test_a_full_layout_fits():
+    """As many segments as allowed, of the largest rank, each just over a block."""
+    lengths = [33, 33, 33, 1]
+    starts = [sum(lengths[:i]) for i in range(4)]
+    segments = [
+        segment(start, start + n, 80 * i, (39, 40), threshold=1)
+        for i, (start, n) in enumerate(zip(starts, lengths, strict=True))
+    ]
+    build_table(LAYOUT, segments)
+
+
+def test_a_jobs_rows_do_not_depend_on_its_neighbours():
+    mine = segment(0, 40, ranks=(8, 3), threshold=5)
+    alone = build_table(LAYOUT, [mine])
+    beside = build_table(LAYOUT, [mine, segment(40, 100, 60, (40, 1))])
+    for name in ("shrink_x", "reduce_a", "reduce_b"):
+        columns = [c for c in range(blocks.COLUMNS) if c not in (blocks.FIRST, blocks.GROUP)]
+        of_mine = [r for r in rows(beside, name)[:, columns].tolist() if r[blocks.W_ROW] < 60]
+        assert of_mine == rows(alone, name)[:, columns].tolist()
+
+
+def test_without_dropout_linears_are_stacked_where_ranks_allow():
+    assert len(rows(build_table(LAYOUT, [segment(0, 16)]), "shrink_x")) == 1
+    assert len(rows(build_table(LAYOUT, [segment(0, 16, ranks=(8, 7))]), "shrink_x")) == 2
+    assert len(rows(build_table(LAYOUT, [segment(0, 16, threshold=9)]), "shrink_x")) == 2
+
+
+@pytest.mark.parametrize(
+    ("segments", "message"),
+    [
+        ([segment(0, 101)], "outside"),
+        ([segment(0, 9), segment(8, 20)], "overlaps"),
+        ([segment(0, 9, ranks=(41, 8))], "41"),
+        ([segment(i, i + 1) for i in range(5)], "5 segments"),
+    ],
+)
+def test_what_does_not_fit_is_refused(segments, message):
+    with pytest.raises(ValueError, match=message):
+        build_table(LAYOUT, segments)

@@ -1,0 +1,304 @@
+"""Multi-LoRA backward on the GPU.
+
+    dS = scale * dY B^T      dB += S^T dY      dA += dS^T drop(X)      dX = drop(dS A)
+
+`reduce` sums over tokens for A and B: a program holds some rank rows and features of the gradient
+and walks a chunk of one job's tokens. It can give dY B^T of its features on the way (`fused`), so
+that dY is read once; a small kernel then adds those parts up. Partial sums are added to the pool's
+gradient in the order of the job's tokens, by whichever program of the job finishes last: no atomic
+touches a sum.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tlora.kernels.multi_lora import blocks as lists
+from tlora.kernels.multi_lora.blocks import Blocks
+from tlora.kernels.multi_lora.triton_forward import (
+    COL,
+    COLUMNS,
+    COUNT,
+    FIRST,
+    KEEP,
+    KEY,
+    LINEAR,
+    RANK,
+    SCALE,
+    SIZE,
+    START,
+    THRESHOLD,
+    W_ROW,
+    Tuning,
+    alignment,
+    expand,
+    float_bits,
+    pick,
+    rank_classes,
+    shrink,
+    three,
+    uint_bits,
+)
+from tlora.kernels.multi_lora.triton_streams import feature_hash, kept, linear_key, row_hash
+
+INDEX = tl.constexpr(lists.INDEX)
+GROUP = tl.constexpr(lists.GROUP)
+
+# Measured on one H200, 8B shapes, 8,192 tokens: README.md has the alternatives and their times.
+REDUCE_A = {
+    "small": Tuning(tokens=64, features=128, warps=4, stages=3),
+    "large": Tuning(tokens=64, features=64, warps=4, stages=3, registers=128),
+    "dropout": Tuning(tokens=64, features=64, warps=4, stages=3, registers=128),
+}
+REDUCE_B = {
+    "small": Tuning(tokens=64, features=256, warps=4, stages=3),
+    "large": Tuning(tokens=128, features=256, warps=8, stages=2),
+}
+SUM_TOKENS = 32
+
+
+@triton.jit
+def _reduce_loop(
+    p_p, p_q, p_rows, p_part, b_w, o_r, m_r, o_n, m_n, start, count, n, threshold, key,
+    W: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+    DROP: tl.constexpr, FUSED: tl.constexpr,
+):  # fmt: skip
+    b_g = tl.zeros([BR, BN], dtype=tl.float32)
+    if DROP:
+        b_features = feature_hash(o_n)
+    for i_t in range(0, count, BT):
+        o_t = i_t + tl.arange(0, BT)
+        m_t = o_t < count
+        o_t64 = start + o_t
+        m_p = m_t[:, None] & m_r[None, :]
+        o_p = o_t64[:, None] * W + o_r[None, :]
+        b_p = tl.load(p_p + o_p, mask=m_p, other=0.0)  # [BT, BR]
+        m_q = m_t[:, None] & m_n[None, :]
+        b_q = tl.load(p_q + o_t64[:, None] * n + o_n[None, :], mask=m_q, other=0.0)  # [BT, BN]
+        if DROP:
+            b_rows = row_hash(tl.load(p_rows + o_t64, mask=m_t, other=0), key)
+            b_q = tl.where(kept(b_rows, b_features, threshold), b_q, 0.0).to(b_q.dtype)
+        b_g = tl.dot(tl.trans(b_p), b_q, b_g, input_precision="ieee")
+        if FUSED:
+            b_d = tl.dot(b_q, tl.trans(b_w), input_precision="ieee")  # [BT, BR]
+            tl.store(p_part + o_p, b_d.to(p_part.dtype.element_ty), mask=m_p)
+    return b_g
+
+
+@triton.jit
+def _add_gradient(
+    p_g, p_sums, p_done, p_row, b_g, o_g, m_g, o_r, o_n, rank, MAX_N: tl.constexpr,
+):  # fmt: skip
+    """The pool's gradient += b_g, or the sum of the job's partial sums if there are several."""
+    size = tl.load(p_row + SIZE)
+    if size == 1:
+        tl.store(p_g + o_g, tl.load(p_g + o_g, mask=m_g, other=0.0) + b_g, mask=m_g)
+    else:
+        first, index = tl.load(p_row + FIRST).to(tl.int64), tl.load(p_row + INDEX)
+        o_sum = (first + o_r)[:, None] * MAX_N + o_n[None, :]
+        stride = rank.to(tl.int64) * MAX_N
+        tl.store(p_sums + index * stride + o_sum, b_g, mask=m_g)
+        tl.debug_barrier()
+        # The last to finish adds all in their order: the bits do not depend on who is last.
+        if tl.atomic_add(p_done, 1, sem="acq_rel") == size - 1:
+            b_g = tl.load(p_g + o_g, mask=m_g, other=0.0)
+            for i in range(size):
+                p_i = p_sums + i * stride
+                b_g += tl.load(p_i + o_sum, mask=m_g, other=0.0, cache_modifier=".cg")
+            tl.store(p_g + o_g, b_g, mask=m_g)
+            tl.store(p_done, 0)
+
+
+@triton.jit
+def _reduce_piece(
+    p_g, p_sums, p_done, p_p, p_q, p_w, p_part, p_rows, p_row, rank, n, i_n, linear,
+    MAX_N: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
+    DROPOUT: tl.constexpr, FUSED: tl.constexpr,
+):  # fmt: skip
+    start, count = tl.load(p_row + START).to(tl.int64), tl.load(p_row + COUNT)
+    w_row = tl.load(p_row + W_ROW).to(tl.int64)
+    col = tl.multiple_of(tl.load(p_row + COL), 8)
+    threshold = uint_bits(tl.load(p_row + THRESHOLD))
+    keep = float_bits(tl.load(p_row + KEEP))
+    o_r = tl.arange(0, BR)
+    m_r = o_r < tl.multiple_of((rank + 7) // 8 * 8, 8)
+    o_n = i_n * BN + tl.arange(0, BN)
+    m_n = o_n < n
+    m_g = (o_r < rank)[:, None] & m_n[None, :]
+    o_g = (w_row + o_r)[:, None] * n + o_n[None, :]
+    p_p += col
+    p_part += col
+    key = threshold
+    b_w = o_r
+    if FUSED:
+        b_w = tl.load(p_w + o_g, mask=m_g, other=0.0).to(p_q.dtype.element_ty)  # [BR, BN]
+    if DROPOUT:
+        if threshold == 0:
+            b_g = _reduce_loop(p_p, p_q, p_rows, p_part, b_w, o_r, m_r, o_n, m_n, start, count, n,
+                               threshold, key, W, BT, BN, BR, False, FUSED)  # fmt: skip
+        else:
+            key = linear_key(uint_bits(tl.load(p_row + KEY)), linear)
+            b_g = _reduce_loop(p_p, p_q, p_rows, p_part, b_w, o_r, m_r, o_n, m_n, start, count, n,
+                               threshold, key, W, BT, BN, BR, True, FUSED) * keep  # fmt: skip
+    else:
+        b_g = _reduce_loop(p_p, p_q, p_rows, p_part, b_w, o_r, m_r, o_n, m_n, start, count, n,
+                           threshold, key, W, BT, BN, BR, False, FUSED)  # fmt: skip
+    _add_gradient(p_g, p_sums, p_done, p_row, b_g, o_g, m_g, o_r, o_n, rank, MAX_N)
+
+
+@triton.jit(do_not_specialize=["first_row", "linear_0", "linear_1", "linear_2", "part_stride"])
+def reduce_kernel(
+    p_g0, p_g1, p_g2, p_sums, p_done, p_p, p_q0, p_q1, p_q2, p_w0, p_w1, p_w2, p_part, p_rows,
+    p_table, first_row, linear_0, linear_1, linear_2, part_stride,
+    LIST: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, MAX_N: tl.constexpr,
+    W: tl.constexpr, NUM: tl.constexpr, TILES: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    CLASSES: tl.constexpr, DROPOUT: tl.constexpr, FUSED: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """grad[rank rows, features] += P^T drop(Q) over a chunk of a job: S and dY, or dS and X."""
+    i_row, i_n = tl.program_id(0) // TILES, tl.program_id(0) % TILES
+    if i_row >= tl.load(p_table + LIST):
+        return
+    p_row = p_table + (first_row + i_row) * COLUMNS
+    i_l = tl.load(p_row + LINEAR)
+    n = tl.multiple_of(pick(i_l, N0, N1, N2, NUM), ALIGN)
+    if i_n * BN >= n:
+        return
+    rank = tl.load(p_row + RANK)
+    p_g = pick(i_l, p_g0, p_g1, p_g2, NUM)
+    p_q = pick(i_l, p_q0, p_q1, p_q2, NUM)
+    p_w = pick(i_l, p_w0, p_w1, p_w2, NUM)
+    linear = pick(i_l, linear_0, linear_1, linear_2, NUM)
+    p_part += i_n * part_stride.to(tl.int64)
+    p_done += tl.load(p_row + GROUP) * TILES + i_n
+    for i in tl.static_range(CLASSES):
+        if (rank > (8 << i if i > 0 else 0)) & (rank <= 16 << i):
+            _reduce_piece(p_g, p_sums, p_done, p_p, p_q, p_w, p_part, p_rows, p_row, rank, n, i_n,
+                          linear, MAX_N, W, BT, BN, 16 << i, DROPOUT, FUSED)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first_row", "part_stride"])
+def sum_kernel(
+    p_s, p_part, p_table, first_row, part_stride,
+    LIST: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, W: tl.constexpr,
+    NUM: tl.constexpr, BLOCKS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    CLASSES: tl.constexpr,
+):  # fmt: skip
+    """dS[tokens, columns] = scale * the sum of its parts over tiles of features, in order."""
+    i_row, i_b = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    if i_row >= tl.load(p_table + LIST):
+        return
+    p_row = p_table + (first_row + i_row) * COLUMNS
+    count = tl.load(p_row + COUNT)
+    if i_b * BT >= count:
+        return
+    rank, scale = tl.load(p_row + RANK), float_bits(tl.load(p_row + SCALE))
+    start, col = tl.load(p_row + START).to(tl.int64), tl.multiple_of(tl.load(p_row + COL), 8)
+    tiles = tl.cdiv(pick(tl.load(p_row + LINEAR), N0, N1, N2, NUM), BN)
+    o_t = i_b * BT + tl.arange(0, BT)
+    for i in tl.static_range(CLASSES):
+        if (rank > (8 << i if i > 0 else 0)) & (rank <= 16 << i):
+            o_r = tl.arange(0, 16 << i)
+            m_s = (o_t < count)[:, None] & (o_r < tl.multiple_of((rank + 7) // 8 * 8, 8))[None, :]
+            o_s = (start + o_t)[:, None] * W + col + o_r[None, :]
+            b_s = tl.zeros([BT, 16 << i], dtype=tl.float32)
+            for i_n in tl.range(0, tiles, num_stages=4):
+                p_i = p_part + i_n * part_stride.to(tl.int64)
+                b_s += tl.load(p_i + o_s, mask=m_s, other=0.0).to(tl.float32)
+            tl.store(p_s + o_s, (b_s * scale).to(p_s.dtype.element_ty), mask=m_s)
+
+
+def reduce(
+    grads: list[torch.Tensor],
+    p: torch.Tensor,
+    q: list[torch.Tensor],
+    blocks: Blocks,
+    rows: torch.Tensor,
+    linears: list[int],
+    *,
+    name: str,
+    tuning: Tuning | None = None,
+    w: list[torch.Tensor] | None = None,
+    part: torch.Tensor | None = None,
+) -> None:
+    """grads_l += p^T drop(q_l). With w also part[tile] = q_l w_l^T over the features of a tile."""
+    layout = blocks.layout
+    dropout = layout.dropout and name == "reduce_a"
+    size = "large" if layout.max_rank > 16 else "small"
+    tuning = tuning or REDUCE_A["dropout" if dropout else size]
+    n = layout.num_linears
+    features = [q_l.shape[1] for q_l in q]
+    tiles = -(-max(features) // tuning.features)
+    fused = part is not None
+    sums = torch.empty(layout.partial_rows, max(features), dtype=torch.float32, device=p.device)
+    reduce_kernel[(layout.capacity[name] * tiles,)](
+        *three(grads), sums, blocks.finished, p, *three(q), *three(w if fused else q),
+        part if fused else p, rows, blocks.table,
+        layout.first_row[name], *three(linears), part[0].numel() if fused else 0,
+        lists.LISTS.index(name), *three(features), max(features), p.shape[1], n, tiles,
+        tuning.tokens, tuning.features,
+        rank_classes(min(layout.tiles.chunk_rank, layout.s_width)),
+        dropout, fused, alignment(features),
+        num_warps=tuning.warps, num_stages=tuning.stages, **tuning.limits,
+    )  # fmt: skip
+
+
+def reduce_fused(
+    ds: torch.Tensor,
+    grads: list[torch.Tensor],
+    s: torch.Tensor,
+    dy: list[torch.Tensor],
+    b: list[torch.Tensor],
+    blocks: Blocks,
+    rows: torch.Tensor,
+    linears: list[int],
+    *,
+    tuning: Tuning | None = None,
+    part_dtype: torch.dtype | None = None,
+) -> None:
+    """grads_l += s^T dy_l and ds = scale * dy_l b_l^T, reading dy once."""
+    layout = blocks.layout
+    features = [dy_l.shape[1] for dy_l in dy]
+    size = "large" if layout.max_rank > 16 else "small"
+    tuning = tuning or REDUCE_B[size]
+    tiles = -(-max(features) // tuning.features)
+    part = torch.empty(tiles, *s.shape, dtype=part_dtype or s.dtype, device=s.device)
+    reduce(grads, s, dy, blocks, rows, linears, name="reduce_b", tuning=tuning, w=b, part=part)
+    per_row = -(-layout.tiles.shrink_tokens // SUM_TOKENS)
+    sum_kernel[(layout.capacity["shrink_dy"] * per_row,)](
+        ds, part, blocks.table, layout.first_row["shrink_dy"], part[0].numel(),
+        lists.LISTS.index("shrink_dy"), *three(features), s.shape[1], layout.num_linears, per_row,
+        SUM_TOKENS, tuning.features, rank_classes(min(layout.tiles.shrink_rank, layout.s_width)),
+        num_warps=4,
+    )  # fmt: skip
+
+
+def add_backward(
+    dx: torch.Tensor | None,
+    x: torch.Tensor,
+    dy: list[torch.Tensor],
+    s: torch.Tensor,
+    a: torch.Tensor,
+    b: list[torch.Tensor],
+    grad_a: torch.Tensor,
+    grad_b: list[torch.Tensor],
+    blocks: Blocks,
+    rows: torch.Tensor,
+    linears: list[int],
+    *,
+    write: bool = False,
+    fused: bool = True,
+) -> None:
+    """grad_a += ..., grad_b += ..., and dx += ..., or with `write` dx = ... for every token.
+
+    s is what forward gave; dx is None where nobody asks for it.
+    """
+    n = blocks.layout.num_linears
+    ds = torch.empty_like(s)
+    if fused:
+        reduce_fused(ds, grad_b, s, dy, b, blocks, rows, linears)
+    else:
+        shrink(ds, dy, b, blocks, rows, linears, name="shrink_dy")
+        reduce(grad_b, s, dy, blocks, rows, linears, name="reduce_b")
+    reduce([grad_a] * n, ds, [x] * n, blocks, rows, linears, name="reduce_a")
+    if dx is not None:
+        expand([dx], ds, [a], blocks, rows, linears, name="expand_dx", write=write)
