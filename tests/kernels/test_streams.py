@@ -213,7 +213,9 @@ def stream_checks(stream: Stream) -> dict[str, float]:
 
 
 def avalanche_checks(stream: Stream) -> dict[str, float]:
-    """One bit of the row, feature, linear, step or seed flips every output bit half the time."""
+    """One bit of the row, feature, linear, step or seed flips every output bit half the time, but
+    for the lowest eight: they are the weak ones of a product, and one mask bit in 2^24 depends on
+    them."""
     rows = np.random.default_rng(0).integers(0, 2**24, 256, dtype=np.int32)
     base = stream(3, 4, 5, rows, 128)
     changed = {
@@ -231,7 +233,7 @@ def avalanche_checks(stream: Stream) -> dict[str, float]:
         flipped = left ^ right
         # With features paired both ways every flip is counted twice.
         n = flipped.size / 2 if name.startswith("feature") else flipped.size
-        rates = [(flipped >> np.uint32(bit) & np.uint32(1)).mean() for bit in range(32)]
+        rates = [(flipped >> np.uint32(bit) & np.uint32(1)).mean() for bit in range(8, 32)]
         checks[name] = max(abs(rate - 0.5) for rate in rates) * 2 * np.sqrt(n)
     return checks
 
@@ -249,10 +251,11 @@ def test_masks_look_like_independent_tosses(check: Callable[[Stream], dict[str, 
     assert complaints(check(real)) == {}
 
 
-def without_last_mix(seed, step, linear, rows, num_features):
+def without_the_product(seed, step, linear, rows, num_features):
     key = streams.linear_key(streams.step_key(seed, step), linear)
     h_rows = streams._mix_array(streams._mix_array(rows.astype(np.uint32)) ^ np.uint32(key))
-    return h_rows[:, None] ^ streams._host_features(num_features)[None, :]
+    factors, _ = streams._host_features(num_features)
+    return h_rows[:, None] ^ factors[None, :]
 
 
 def ignoring_the_linear(seed, step, linear, rows, num_features):
@@ -290,8 +293,8 @@ def one_per_cent_too_often(seed, step, linear, rows, num_features):
 @pytest.mark.parametrize(
     ("twin", "check"),
     [
-        (without_last_mix, neighbour_checks),
-        (without_last_mix, stream_checks),
+        (without_the_product, neighbour_checks),
+        (without_the_product, stream_checks),
         (ignoring_the_linear, stream_checks),
         (ignoring_the_linear, avalanche_checks),
         (ignoring_the_step, stream_checks),

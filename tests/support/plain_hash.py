@@ -24,7 +24,9 @@ def linear_key(key: int, linear: int) -> int:
 
 def bits(key: int, row: int, feature: int) -> int:
     """The 32 bits of one value; `key` is a linear's."""
-    return mix(mix(mix(row) ^ key) ^ mix(feature ^ 0x03707344))
+    h_row, h_feature = mix(mix(row) ^ key), mix(feature ^ 0x03707344)
+    rotated = (h_feature >> 16) + (h_feature << 16) % 2**32
+    return (h_row * (h_feature | 1) + rotated) % 2**32
 
 
 def keep_mask(key: int, rows: list[int], num_features: int, threshold: int) -> torch.Tensor:

@@ -38,4 +38,5 @@ def feature_hash(features):
 @triton.jit
 def kept(b_rows, b_features, threshold):
     """Where a value is kept: [rows, features] of bool, from the two parts of its hash."""
-    return mix(b_rows[:, None] ^ b_features[None, :]) >= threshold
+    b_terms = (b_features >> 16) | (b_features << 16)
+    return b_rows[:, None] * (b_features | 1)[None, :] + b_terms[None, :] >= threshold
