@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check format clean
+.PHONY: demo test check format clean system-deps
 
 demo: $(STAMP)
 	$(BIN)/tlora demo
 
-test: $(STAMP)
+# Where CI is set nothing may be skipped for want of a package.
+test: $(STAMP) $(if $(CI),system-deps)
 	$(BIN)/python -m pytest
 
 check: $(STAMP)
@@ -26,6 +27,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[data,bench,test,dev]"
 	touch $@
+
+# Debian packages that some tests need.
+system-deps:
+	command -v chromium || (apt-get update && apt-get install -y --no-install-recommends chromium)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache

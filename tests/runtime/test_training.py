@@ -84,6 +84,7 @@ def test_every_job_completes_and_leaves_its_files(finished) -> None:
         "run.json",
         "resolved.yaml",
         "events.jsonl",
+        "report.html",
         "wide",
         "narrow",
         "top",
@@ -170,11 +171,15 @@ def test_events_tell_of_every_nano_batch_and_every_end(finished) -> None:
 
 
 def test_a_person_is_told_what_happens_and_how_to_serve_it(finished) -> None:
-    """Each job's data, its end, its adapter and the commands."""
+    """Each job's data, its end and its adapter; the commands of one, and where the others' are."""
     result, seen = finished
-    for job in result.jobs:
+    for job, summary in result.jobs.items():
         assert f"{job}: completed" in seen and str(result.output / job / "adapter") in seen
-        assert f"--lora-modules {job}=" in seen
+        assert f"--lora-modules {job}=" in summary.serving[0]
+        written = json.loads((result.output / job / "result.json").read_text())
+        assert written["serving"] == summary.serving
+    assert seen.count("vllm serve") == 1 and "result.json" in seen
+    assert str(result.output / "report.html") in seen
     assert "training 3 jobs together" in seen
 
 

@@ -4,3 +4,6 @@ from pathlib import Path
 
 DEMO = Path(__file__).parents[1] / "assets" / "demo"
 """A tiny base model (base/), small datasets (data/) and a job file over them (jobs.yaml)."""
+
+REPORT = Path(__file__).parents[1] / "assets" / "report"
+"""Template, style and scripts of a run's report."""

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -36,6 +36,8 @@ class JobResult:
     seconds: float
     adapter: str | None
     best_adapter: str | None
+    serving: list[str] = field(default_factory=list[str])
+    """Commands that serve the adapter."""
 
 
 class RunDirectory:

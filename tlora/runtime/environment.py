@@ -18,3 +18,13 @@ def quieten_libraries() -> None:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+
+
+def wandb_project() -> str:
+    """Where Weights & Biases keeps the runs: WANDB_PROJECT, or tlora."""
+    return os.environ.get("WANDB_PROJECT") or "tlora"
+
+
+def mlflow_uri() -> str | None:
+    """Where MLflow keeps the runs: MLFLOW_TRACKING_URI, if set."""
+    return os.environ.get("MLFLOW_TRACKING_URI")

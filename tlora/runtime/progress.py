@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol, TextIO
 
 from tlora.runtime.directory import JobResult
+from tlora.runtime.figures import duration_figure
 from tlora.training.driver import JobDriver
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
 
@@ -23,11 +24,19 @@ class Progress(Protocol):
 
     def on_evaluation(self, driver: JobDriver, done: EvaluationDone) -> None: ...
 
-    def on_end(self, result: JobResult, serving: list[str]) -> None: ...
+    def on_end(self, result: JobResult) -> None: ...
 
-    def on_interrupt(self) -> None: ...
+    def on_interrupt(self) -> None:
+        """Called by a signal handler: at any moment, in the main thread."""
+        ...
 
-    def finish(self, results: list[JobResult], root: Path) -> None: ...
+    def close(self) -> None:
+        """The run is over, or broken: leave the terminal as it was. May be called twice."""
+        ...
+
+    def finish(self, results: list[JobResult], root: Path) -> None:
+        """The run came to its end, or was stopped: say what came of it."""
+        ...
 
 
 class ProgressLines:
@@ -39,7 +48,6 @@ class ProgressLines:
         self._drivers: list[JobDriver] = []
         self._started = self._said = time.perf_counter()
         self._tokens = 0
-        self._serving: dict[str, list[str]] = {}
 
     def say(self, *lines: str) -> None:
         for line in lines:
@@ -71,21 +79,19 @@ class ProgressLines:
             f"{driver.name}: step {done.step}/{driver.total_steps} held-out loss {done.loss:.4f}"
         )
 
-    def on_end(self, result: JobResult, serving: list[str]) -> None:
-        why = f": {result.reason}" if result.reason else ""
-        self.say(f"{result.job}: {result.status} after {result.steps} steps{why}")
-        self._serving[result.job] = serving
+    def on_end(self, result: JobResult) -> None:
+        self.say(end_line(result))
 
     def on_interrupt(self) -> None:
         self.say("stopping after this nano-batch; press Ctrl-C again to leave at once")
 
+    def close(self) -> None:
+        pass
+
     def finish(self, results: list[JobResult], root: Path) -> None:
         seconds = time.perf_counter() - self._started
-        rate = self._tokens / max(seconds, 1e-9)
-        self.say(f"{self._tokens:,} tokens in {seconds:.1f} s, {rate:,.0f} tokens/s together")
-        for result in results:
-            self.say(self._summary(result, root))
-            self.say(*(f"    serve: {command}" for command in self._serving.get(result.job, [])))
+        self.say(*(self._summary(result, root) for result in results))
+        self.say(*closing_lines(results, root, self._tokens, seconds))
 
     def _line(self, now: float) -> str:
         rate = self._tokens / (now - self._started)
@@ -110,3 +116,25 @@ class ProgressLines:
             parts.append(f"best {result.best_eval_loss:.4f} at step {result.best_step}")
         parts.append(str(root / result.adapter) if result.adapter else "no adapter")
         return ", ".join(parts)
+
+
+def end_line(result: JobResult) -> str:
+    why = f": {result.reason}" if result.reason else ""
+    return f"{result.job}: {result.status} after {result.steps} steps{why}"
+
+
+def closing_lines(results: list[JobResult], root: Path, tokens: int, seconds: float) -> list[str]:
+    """How fast it was, where everything is, and how to serve one of the adapters: the commands are
+    long, so the others' are left to their files."""
+    rate = tokens / max(seconds, 1e-9)
+    lines = [f"{tokens:,} tokens in {duration_figure(seconds)}, {rate:,.0f} tokens/s together"]
+    if any(result.adapter for result in results):
+        lines.append(f"adapters: {root / '<job>' / 'adapter'}")
+    if (report := root / "report.html").exists():
+        lines.append(f"report:   {report}")
+    served = next((result for result in results if result.serving), None)
+    if served is not None:
+        lines += [f"serve {served.job}: {command}" for command in served.serving]
+        if sum(bool(result.serving) for result in results) > 1:
+            lines.append(f"the other jobs' commands are in {root / '<job>' / 'result.json'}")
+    return lines

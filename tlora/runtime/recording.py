@@ -13,6 +13,8 @@ from tlora.runtime.directory import JobResult, RunDirectory
 from tlora.runtime.exporting import export
 from tlora.runtime.progress import Progress
 from tlora.runtime.resuming import Resumption
+from tlora.runtime.settings import job_settings
+from tlora.runtime.sinks import Sinks
 from tlora.training.checkpoint import Checkpoint
 from tlora.training.driver import JobDriver, Status
 from tlora.training.engine import Engine
@@ -23,12 +25,18 @@ class Recorder:
     """The training loop's observer."""
 
     def __init__(
-        self, directory: RunDirectory, base: BaseSpec, engine: Engine, progress: Progress
+        self,
+        directory: RunDirectory,
+        base: BaseSpec,
+        engine: Engine,
+        progress: Progress,
+        sinks: Sinks,
     ) -> None:
         self.directory = directory
         self.base = base
         self.engine = engine
         self.progress = progress
+        self.sinks = sinks
         self.results: list[JobResult] = []
         self._writer = CheckpointWriter()
         self._drivers: dict[str, JobDriver] = {}
@@ -43,6 +51,7 @@ class Recorder:
             self.directory.event(
                 "attached", job=driver.name, step=driver.step, total_steps=driver.total_steps
             )
+            self.sinks.open(driver.name, job_settings(driver.spec), step=driver.step)
         self.progress.start(drivers, budget_tokens)
 
     def keep(self, result: JobResult) -> None:
@@ -74,6 +83,8 @@ class Recorder:
             self.progress.say(f"{failure.job}: {failure.reason}")
 
     def close(self) -> None:
+        self.progress.close()
+        self.sinks.close_all()
         self._writer.close()
         self.directory.close()
 
@@ -123,6 +134,12 @@ class Recorder:
         if driver.status in (Status.COMPLETED, Status.STOPPED_EARLY):
             weights = self.engine.super_model.weights(driver.name)
             adapter = self._export(driver, weights, "adapter")
+        serving = []
+        if adapter is not None:
+            path = (self.directory.root / adapter).resolve()
+            serving = serving_commands(
+                path, driver.name, base_model=self.base.model, rank=driver.spec.lora.r
+            )
         best = driver.best
         result = JobResult(
             job=driver.name,
@@ -140,17 +157,13 @@ class Recorder:
             seconds=round(time.perf_counter() - self._started, 3),
             adapter=adapter,
             best_adapter=f"{driver.name}/best" if best and self._has_best(driver) else None,
+            serving=serving,
         )
         self.results.append(result)
         self.directory.write_result(result)
         self.directory.event("ended", job=driver.name, status=result.status, reason=result.reason)
-        serving = []
-        if adapter is not None:
-            path = (self.directory.root / adapter).resolve()
-            serving = serving_commands(
-                path, driver.name, base_model=self.base.model, rank=driver.spec.lora.r
-            )
-        self.progress.on_end(result, serving)
+        self.sinks.close(driver.name, result.status)
+        self.progress.on_end(result)
 
     def _checkpoint(self, driver: JobDriver) -> None:
         progress = driver.progress() | {"metrics_bytes": self._metrics_bytes(driver)}
@@ -206,3 +219,4 @@ class Recorder:
             "time": time.time(),
         }
         self.directory.append(self._metrics_path(driver), record)
+        self.sinks.log(driver.name, driver.step, kind, values)

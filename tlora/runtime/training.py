@@ -27,9 +27,12 @@ from tlora.runtime.checking import (
 from tlora.runtime.directory import JobResult, RunDirectory, replace_text
 from tlora.runtime.environment import quieten_libraries
 from tlora.runtime.interrupts import interruptible
-from tlora.runtime.progress import Progress, ProgressLines
+from tlora.runtime.live import choose_progress
+from tlora.runtime.progress import Progress
 from tlora.runtime.recording import Recorder
+from tlora.runtime.report import write_report
 from tlora.runtime.resuming import check_unchanged, resumption
+from tlora.runtime.sinks import Sinks, check_trackers
 from tlora.training.driver import JobDriver
 from tlora.training.engine import Engine
 from tlora.training.loop import run_jobs
@@ -58,7 +61,8 @@ def train(
     what is wrong before training starts; afterwards a job that fails is a result, and the others
     go on."""
     quieten_libraries()
-    progress = progress or ProgressLines()
+    check_trackers(spec.report_to)
+    progress = progress or choose_progress()
     device = resolve_device(spec.engine.device)
     directory = RunDirectory(Path(output))
     resumed = directory.is_run and not fresh
@@ -83,7 +87,8 @@ def train(
         bucket_step=64 if device.type == "cpu" else None,
         exact=spec.engine.isolation == "exact",
     )
-    recorder = Recorder(directory, spec.base, engine, progress)
+    sinks = Sinks(spec.report_to, directory.root, progress.say)
+    recorder = Recorder(directory, spec.base, engine, progress, sinks)
     try:
         drivers = enter_jobs(spec, data, starts, recorder)
         recorder.start(drivers, budget)
@@ -92,9 +97,18 @@ def train(
         recorder.save(unfinished)
     finally:
         recorder.close()
+    leave_report(directory.root, progress)
     progress.finish(recorder.results, directory.root)
     results = {result.job: result for result in recorder.results}
     return RunResult(directory.root, results, interrupted=bool(unfinished))
+
+
+def leave_report(root: Path, progress: Progress) -> None:
+    """The adapters are safe by now: a disk too full for the report does not fail the run."""
+    try:
+        write_report(root)
+    except OSError as error:
+        progress.say(f"the report could not be written: {error}")
 
 
 def enter_jobs(

@@ -1,0 +1,220 @@
+"""The report: whole, offline, safe, and no larger than it must be."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from support.run_dirs import synthetic_run
+from support.runs import job_file
+
+from tlora.config import load_spec
+from tlora.core.errors import SpecError
+from tlora.runtime.progress import ProgressLines
+from tlora.runtime.report import write_report
+from tlora.runtime.run_log import read_run
+from tlora.runtime.training import train
+
+VOID = {"meta", "br", "hr", "input", "link", "img", "area", "base", "col", "embed", "source", "wbr"}
+
+
+class Page(HTMLParser):
+    """Checks that elements are closed in order; keeps text, attributes and what is embedded."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.embedded = ""
+        self.feed(text)
+        self.close()
+        assert self.open == [], f"not closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open[-1] == tag, f"</{tag}> inside {self.open}"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "script":
+            if self.elements[-1] == ("script", {"type": "application/json", "id": "data"}):
+                self.embedded += data
+        elif "style" not in self.open:
+            self.text += data
+
+    @property
+    def data(self) -> dict:
+        return json.loads(self.embedded)
+
+
+def report_of(root: Path) -> Page:
+    return Page(write_report(root).read_text())
+
+
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_real_run_leaves_a_report(base: Path, rows: Path, tmp_path: Path) -> None:
+    """With the losses of its metrics and the tokens of its events."""
+    data = {"path": str(rows)}
+    spec = load_spec(
+        job_file(
+            base,
+            {"name": "first", "data": data, "eval": {"split": 4}},
+            {"name": "second", "data": data, "lora": {"r": 4}},
+        )
+    )
+    root = tmp_path / "run"
+    seen = tmp_path / "seen.txt"
+    with seen.open("w") as out:
+        train(spec, output=root, progress=ProgressLines(out))
+    assert str(root / "report.html") in seen.read_text()
+    page = Page((root / "report.html").read_text())
+    assert "first" in page.text and "2 of 2" in page.text and "vllm serve" in page.text
+    for at, job in enumerate(("first", "second")):
+        records = lines_of(root / job / "metrics.jsonl")
+        for kind in ("train", "eval"):
+            mine = [record for record in records if record["kind"] == kind]
+            drawn = page.data["jobs"][at][kind]
+            assert drawn["step"] == [record["step"] for record in mine]
+            assert drawn["loss"] == pytest.approx([record["loss"] for record in mine], rel=1e-5)
+            assert drawn["tokens"] == [record["tokens_seen"] for record in mine]
+    assert_bars_are_the_events(page, root)
+
+
+def assert_bars_are_the_events(page: Page, root: Path) -> None:
+    """One bar per nano-batch."""
+    batches = [e for e in lines_of(root / "events.jsonl") if e["kind"] == "nano_batch"]
+    bars = page.data["composition"]["whole run"]
+    assert bars["each"] == 1 and bars["rows"] == [batch["rows"] for batch in batches]
+    names = [job["name"] for job in page.data["jobs"]]
+    found = [
+        {names[j]: n for j, n in zip(bar[::2], bar[1::2], strict=True)} for bar in bars["tokens"]
+    ]
+    assert found == [batch["tokens"] for batch in batches]
+
+
+def test_nothing_is_fetched_from_anywhere(tmp_path: Path) -> None:
+    """No address, no source, no import, and a policy that forbids them."""
+    root = synthetic_run(tmp_path / "run")
+    text = write_report(root).read_text()
+    assert not re.search(r"https?:|//[a-z]+\.|@import|\bimport\s*\(", text)
+    page = Page(text)
+    for tag, attributes in page.elements:
+        assert not {"src", "href", "srcset", "action"} & set(attributes), (tag, attributes)
+        assert tag not in {"link", "img", "iframe", "object", "embed", "base"}
+    policy = [a["content"] for t, a in page.elements if "http-equiv" in a]
+    assert policy and str(policy[0]).startswith("default-src 'none'")
+
+
+def test_what_a_user_wrote_stays_text(tmp_path: Path) -> None:
+    """In reasons, paths and settings, in tables and in the data that scripts read."""
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \"more\" 'yet'"
+    root = synthetic_run(tmp_path / "run", failing=["job-001"], reason=evil)
+    spec = (root / "resolved.yaml").read_text()
+    (root / "resolved.yaml").write_text(spec.replace("data/0.jsonl", "data/<b>0</b>.jsonl", 1))
+    about = json.loads((root / "run.json").read_text())
+    (root / "run.json").write_text(json.dumps({**about, "base": evil}))
+    text = write_report(root).read_text()
+    page = Page(text)
+    assert evil in page.text and "data/<b>0</b>.jsonl" in page.text
+    assert "alert(1)</script>" not in text
+    assert not [tag for tag, _ in page.elements if tag == "img"]
+    harmless = report_of(synthetic_run(tmp_path / "harmless"))
+    assert count(page, "script") == count(harmless, "script")
+
+
+def count(page: Page, tag: str) -> int:
+    return sum(each == tag for each, _ in page.elements)
+
+
+def test_failures_are_told_with_their_reasons(tmp_path: Path) -> None:
+    """Jobs without a result too, from what they logged last."""
+    root = synthetic_run(tmp_path / "run", jobs=4, failing=["job-001"], unfinished=["job-003"])
+    page = report_of(root)
+    assert "Did not get through" in page.text
+    assert "✗ job-001" in page.text and "the loss is not finite at step 12" in page.text
+    assert "2 of 4" in page.text and "1 failed, 1 unfinished" in page.text
+    last = [r for r in lines_of(root / "job-003/metrics.jsonl") if r["kind"] == "train"][-1]
+    assert f"{last['step']}/{last['total_steps']}" in page.text
+    assert "Did not get through" not in report_of(synthetic_run(tmp_path / "well")).text
+
+
+def test_settings_that_differ_are_shown_side_by_side(tmp_path: Path) -> None:
+    """And marked where they are not the default; the others are listed once."""
+    text = write_report(synthetic_run(tmp_path / "run", jobs=4)).read_text()
+    columns = re.search(r'id="settings">\s*<thead>(.*?)</thead>', text, re.S)
+    assert columns and re.findall(r">([a-z_.]+)</th>", columns[1]) == [
+        *("job", "data.path", "lora.r", "train.learning_rate", "eval.split")
+    ]
+    assert '<td data-key="64.0" class="differs">64</td>' in text
+    assert '<td data-key="16.0">16</td>' in text
+    assert "default: none" in text and "train.max_steps" in text
+
+
+@pytest.mark.slow
+def test_a_hundred_jobs_and_20000_nano_batches_stay_small(tmp_path: Path) -> None:
+    """Curves and bars are thinned; sums stay right."""
+    root = synthetic_run(tmp_path / "run", jobs=100, nano_batches=40_000, sharing=7)
+    page = report_of(root)
+    log = read_run(root)
+    assert len(log.nano_batches) > 20_000
+    assert (root / "report.html").stat().st_size < 3_000_000
+    view = page.data["composition"]["whole run"]
+    assert len(view["rows"]) <= 240 and view["count"] == len(log.nano_batches)
+    drawn = sum(sum(bar[1::2]) for bar in view["tokens"]) * view["each"]
+    real = sum(sum(batch.tokens.values()) for batch in log.nano_batches)
+    assert drawn == pytest.approx(real, rel=0.01)
+    assert len(page.data["throughput"]["time"]) <= 200
+    curve = page.data["jobs"][0]["train"]
+    mine = [record["loss"] for record in log.jobs[0].train]
+    assert curve["each"] > 1 and len(curve["loss"]) <= 400
+    assert curve["loss"][0] == pytest.approx(sum(mine[: curve["each"]]) / curve["each"], rel=1e-5)
+
+
+def test_a_stop_takes_no_time(tmp_path: Path) -> None:
+    """A run that lay a day and went on: the day is cut out, the place is marked."""
+    plain = report_of(synthetic_run(tmp_path / "plain")).data
+    resumed = report_of(synthetic_run(tmp_path / "resumed", resumed_at=50)).data
+    assert plain["resumed"] == [] and len(resumed["resumed"]) == 1
+    assert resumed["throughput"]["time"] == pytest.approx(plain["throughput"]["time"], abs=0.3)
+    assert min(resumed["throughput"]["useful"]) > 0.5 * min(plain["throughput"]["useful"])
+
+
+def test_both_themes_are_there(tmp_path: Path) -> None:
+    """Every colour has a light and a dark value, and a person may choose."""
+    text = write_report(synthetic_run(tmp_path / "run")).read_text()
+    colours = re.findall(r"--([a-z0-9-]+): light-dark\(#[0-9a-f]{6}, #[0-9a-f]{6}\)", text)
+    assert {"ground", "card", "ink", "line", *(f"c{at}" for at in range(8))} <= set(colours)
+    used = set(re.findall(r"var\(--([a-z0-9-]+)\)", text))
+    assert used <= set(colours)
+    assert ':root[data-theme="dark"]' in text and 'id="theme"' in text
+
+
+def test_old_broken_and_empty_runs_have_reports(tmp_path: Path) -> None:
+    """A line cut short, a NaN, files that are missing, results from before a field was added."""
+    root = synthetic_run(tmp_path / "run")
+    with (root / "events.jsonl").open("a") as file:
+        file.write('{"v": 1, "kind": "nano_ba')
+    with (root / "job-000/metrics.jsonl").open("a") as file:
+        record = lines_of(root / "job-000/metrics.jsonl")[-1]
+        file.write(json.dumps({**record, "kind": "train", "loss": float("nan")}) + "\n")
+    result = json.loads((root / "job-001/result.json").read_text())
+    del result["serving"]
+    (root / "job-001/result.json").write_text(json.dumps(result))
+    assert report_of(root).data["jobs"][0]["train"]["loss"][-1] is None
+    for name in ("events.jsonl", "resolved.yaml", "job-000/metrics.jsonl", "job-002/result.json"):
+        (root / name).unlink()
+        assert "job-000" in report_of(root).text
+    with pytest.raises(SpecError, match="not the directory of a run"):
+        write_report(tmp_path)

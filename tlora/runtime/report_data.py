@@ -1,0 +1,146 @@
+"""A run's curves and bars, thinned to what a screen can show: values in, values out.
+
+Points that are averages say of how many. The sums stay right: a bar of ten nano-batches is their
+mean, and the throughput of a while is what was done in it over how long it took.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+from tlora.runtime.run_log import NanoBatch, Record, RunLog
+
+POINTS = 40_000
+"""Of all training curves together; each has between 100 and 2,000."""
+
+BARS = 240
+CLOSE_UP = 120
+"""Nano-batches shown one by one at the beginning and at the end of a long run."""
+
+SPANS = 200
+"""Points of the throughput curve."""
+
+
+def report_data(log: RunLog) -> dict[str, object]:
+    """What the report's script draws."""
+    limit = max(100, min(2000, POINTS // max(1, len(log.jobs))))
+    return {
+        "jobs": [
+            {
+                "name": job.name,
+                "train": curve(job.train, log, limit),
+                "eval": curve(job.evaluations, log, limit),
+            }
+            for job in log.jobs
+        ],
+        "throughput": throughput(log),
+        "composition": composition(log),
+        "resumed": [round(seconds, 2) for seconds in log.sessions.running[1:]],
+    }
+
+
+def curve(records: Sequence[Record], log: RunLog, limit: int) -> dict[str, object]:
+    """One list per axis; `each` is how many logged steps a point stands for."""
+    each = max(1, math.ceil(len(records) / limit))
+    chunks = [records[at : at + each] for at in range(0, len(records), each)]
+    return {
+        "each": each,
+        "step": [chunk[-1]["step"] for chunk in chunks],
+        "loss": [significant(mean(record["loss"] for record in chunk)) for chunk in chunks],
+        "tokens": [chunk[-1]["tokens_seen"] for chunk in chunks],
+        "time": [round(log.sessions.running_time(chunk[-1]["time"]), 2) for chunk in chunks],
+    }
+
+
+def throughput(log: RunLog) -> dict[str, object]:
+    """Tokens and rows per second, pass by pass or several together; a stop in between is no
+    time."""
+    batches = log.nano_batches
+    each = max(1, len(batches) // 40 if len(batches) <= 40 * 8 else math.ceil(len(batches) / SPANS))
+    spans = [batches[at : at + each] for at in range(0, len(batches), each)]
+    if len(spans) > 1 and len(spans[-1]) < each:
+        # What is left over is too short a while to tell a rate from.
+        spans[-2:] = [[*spans[-2], *spans[-1]]]
+    began = [0.0, *(span[-1].ended for span in spans)][: len(spans)]
+    seconds = [max(1e-6, span[-1].ended - start) for span, start in zip(spans, began, strict=True)]
+    return {
+        "each": each,
+        "time": [round(span[-1].ended, 2) for span in spans],
+        "useful": [
+            rate(map(useful, span), took) for span, took in zip(spans, seconds, strict=True)
+        ],
+        "rows": [
+            rate((batch.rows for batch in span), took)
+            for span, took in zip(spans, seconds, strict=True)
+        ],
+        "jobs": jobs_running(log, [span[-1].ended for span in spans]),
+    }
+
+
+def jobs_running(log: RunLog, times: Sequence[float]) -> list[int]:
+    """How many jobs were there at each of these times."""
+    here: set[str] = set()
+    counts: list[int] = []
+    moves = iter(log.attendance)
+    move = next(moves, None)
+    for time in times:
+        while move is not None and move.at < time:
+            (here.add if move.came else here.discard)(move.job)
+            move = next(moves, None)
+        counts.append(len(here))
+    return counts
+
+
+def composition(log: RunLog) -> dict[str, dict[str, object]]:
+    """Who shared the nano-batches: the whole run in bars, and of a long one both ends as they
+    were."""
+    batches = log.nano_batches
+    index = {job.name: at for at, job in enumerate(log.jobs)}
+    each = max(1, math.ceil(len(batches) / BARS))
+    views = {"whole run": bars(batches, 0, each, index)}
+    if each > 1:
+        views[f"first {CLOSE_UP}"] = bars(batches[:CLOSE_UP], 0, 1, index)
+        begin = len(batches) - CLOSE_UP
+        views[f"last {CLOSE_UP}"] = bars(batches[begin:], begin, 1, index)
+    return views
+
+
+def bars(
+    batches: Sequence[NanoBatch], begin: int, each: int, index: dict[str, int]
+) -> dict[str, object]:
+    """Means over `each` nano-batches. `tokens` lists job, tokens, job, tokens and so on."""
+    chunks = [batches[at : at + each] for at in range(0, len(batches), each)]
+    tokens: list[list[int]] = []
+    for chunk in chunks:
+        sums: dict[int, int] = {}
+        for batch in chunk:
+            for job, count in batch.tokens.items():
+                if job in index:
+                    sums[index[job]] = sums.get(index[job], 0) + count
+        tokens.append([n for job in sorted(sums) for n in (job, round(sums[job] / len(chunk)))])
+    return {
+        "begin": begin,
+        "each": each,
+        "count": len(batches),
+        "rows": [round(mean(batch.rows for batch in chunk)) for chunk in chunks],
+        "eval": [round(mean(float(batch.evaluation) for batch in chunk), 2) for chunk in chunks],
+        "time": [round(chunk[-1].ended, 2) for chunk in chunks],
+        "tokens": tokens,
+    }
+
+
+def useful(batch: NanoBatch) -> int:
+    return sum(batch.tokens.values())
+
+
+def rate(counts: Iterable[int], seconds: float) -> float:
+    return significant(sum(counts) / seconds) or 0.0
+
+
+def mean(values: Iterable[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else math.nan
+
+
+def significant(value: float) -> float | None:
+    """Six digits are more than a screen shows; what is not finite is no JSON number."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -1,0 +1,145 @@
+"""The report's tables: every job's results, and its settings, told apart into those that differ
+between jobs and those they share."""
+
+from dataclasses import dataclass
+
+from tlora.runtime.run_log import JobLog, RunLog
+from tlora.runtime.settings import default_settings
+
+SYMBOLS = {
+    "completed": "✓",
+    "stopped early": "✓",
+    "failed": "✗",
+    "paused": "‖",
+    "unfinished": "…",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class JobRow:
+    name: str
+    status: str
+    """A key of SYMBOLS."""
+
+    symbol: str
+    reason: str | None
+    steps: int
+    total_steps: int | None
+    loss: float | None
+    first_eval_loss: float | None
+    eval_loss: float | None
+    best_eval_loss: float | None
+    best_step: int | None
+    tokens_seen: int
+    adapter: str | None
+    serving: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    text: str
+    differs: bool
+    """From the default."""
+
+    key: float | str
+    """To sort by."""
+
+
+@dataclass(frozen=True, slots=True)
+class SettingColumn:
+    name: str
+    default: str
+    cells: list[Cell]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSetting:
+    name: str
+    text: str
+    differs: bool
+    default: str
+
+
+def job_rows(log: RunLog) -> list[JobRow]:
+    return [job_row(job) for job in log.jobs]
+
+
+def job_row(job: JobLog) -> JobRow:
+    """From its result, or, of a job that has none yet, from the last it logged."""
+    result = job.result or {}
+    last = job.train[-1] if job.train else {}
+    evaluations = [record["loss"] for record in job.evaluations]
+    first = job.evaluations[0] if job.evaluations else {}
+    status = str(result.get("status", "unfinished")).replace("_", " ")
+    return JobRow(
+        name=job.name,
+        status=status,
+        symbol=SYMBOLS.get(status, "?"),
+        reason=result.get("reason"),
+        steps=result.get("steps", last.get("step", 0)),
+        total_steps=result.get("total_steps", last.get("total_steps", first.get("total_steps"))),
+        loss=result.get("loss", last.get("loss")),
+        first_eval_loss=result.get("first_eval_loss", first.get("loss")),
+        eval_loss=result.get("eval_loss", evaluations[-1] if evaluations else None),
+        best_eval_loss=result.get("best_eval_loss"),
+        best_step=result.get("best_step"),
+        tokens_seen=result.get("tokens_seen", last.get("tokens_seen", 0)),
+        adapter=result.get("adapter"),
+        serving=result.get("serving", []),
+    )
+
+
+def setting_names(log: RunLog) -> list[str]:
+    """In the order of the file; the name is the row's own."""
+    names = dict.fromkeys(name for job in log.jobs for name in job.settings)
+    return [name for name in names if name != "name"]
+
+
+def setting_columns(log: RunLog) -> list[SettingColumn]:
+    """Settings that are not the same for all jobs."""
+    defaults = default_settings()
+    columns: list[SettingColumn] = []
+    for name in setting_names(log):
+        values = [job.settings.get(name) for job in log.jobs]
+        if all(value == values[0] for value in values):
+            continue
+        default = defaults.get(name)
+        known = name in defaults
+        cells = [Cell(shown(value), known and value != default, key(value)) for value in values]
+        columns.append(SettingColumn(name, shown(default) if known else "", cells))
+    return columns
+
+
+def shared_settings(log: RunLog) -> list[SharedSetting]:
+    """Settings that all jobs have alike, those off their defaults first."""
+    defaults = default_settings()
+    found: list[SharedSetting] = []
+    for name in setting_names(log):
+        values = [job.settings.get(name) for job in log.jobs]
+        if any(value != values[0] for value in values):
+            continue
+        known = name in defaults
+        differs = not known or values[0] != defaults[name]
+        default = shown(defaults[name]) if known else ""
+        found.append(SharedSetting(name, shown(values[0]), differs, default))
+    return sorted(found, key=lambda setting: not setting.differs)
+
+
+def shown(value: object) -> str:
+    match value:
+        case None:
+            return "none"
+        case bool():
+            return "yes" if value else "no"
+        case float():
+            return f"{value:g}"
+        case list():
+            return ", ".join(map(shown, value))
+        case dict():
+            return ", ".join(f"{name}: {shown(each)}" for name, each in value.items()) or "none"
+        case _:
+            return str(value)
+
+
+def key(value: object) -> float | str:
+    return float(value) if isinstance(value, int | float) else shown(value)

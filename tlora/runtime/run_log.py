@@ -1,0 +1,172 @@
+"""What a run has left on disk, read back: for reports on runs of any age, finished or not.
+
+Nothing is demanded but run.json. A last line that a crash cut short is passed over.
+"""
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tlora.core.errors import SpecError
+from tlora.runtime.settings import flat
+
+Record = dict[str, Any]
+"""A line of a JSONL file."""
+
+
+@dataclass(frozen=True, slots=True)
+class NanoBatch:
+    """One forward and backward pass, or a forward pass of an evaluation."""
+
+    ended: float
+    """Running time, in seconds."""
+
+    rows: int
+    tokens: dict[str, int]
+    evaluation: bool
+    broke_off: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Attendance:
+    """A job came or went."""
+
+    at: float
+    job: str
+    came: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sessions:
+    """Wall time to running time: a run that was stopped and went on has a gap, which is cut out."""
+
+    wall: list[float]
+    running: list[float]
+
+    def running_time(self, wall: float) -> float:
+        at = max(0, bisect_right(self.wall, wall) - 1)
+        return max(0.0, wall - self.wall[at]) + self.running[at]
+
+
+@dataclass(frozen=True, slots=True)
+class JobLog:
+    name: str
+    settings: dict[str, object]
+    train: list[Record]
+    evaluations: list[Record]
+    result: Record | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunLog:
+    root: Path
+    about: Record
+    """run.json"""
+
+    engine: dict[str, object]
+    jobs: list[JobLog]
+    nano_batches: list[NanoBatch]
+    attendance: list[Attendance]
+    sessions: Sessions
+
+    @property
+    def seconds(self) -> float:
+        return self.nano_batches[-1].ended if self.nano_batches else 0.0
+
+
+def read_run(root: Path) -> RunLog:
+    try:
+        about = json.loads((root / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{root} is not the directory of a run: {error}") from error
+    spec = read_spec(root / "resolved.yaml")
+    settings = {str(job["name"]): flat(job) for job in spec.get("jobs", [])}
+    names = dict.fromkeys([*settings, *about.get("jobs", [])])
+    events = list(read_lines(root / "events.jsonl"))
+    sessions = find_sessions(events)
+    return RunLog(
+        root=root,
+        about=about,
+        engine=flat(spec.get("engine", {})),
+        jobs=[read_job(root / name, settings.get(name, {"name": name})) for name in names],
+        nano_batches=[
+            NanoBatch(
+                ended=sessions.running_time(event["time"]),
+                rows=event["rows"],
+                tokens=event["tokens"],
+                evaluation=event["purpose"] == "eval",
+                broke_off=event["error"] is not None,
+            )
+            for event in events
+            if event["kind"] == "nano_batch" and event["purpose"] is not None
+        ],
+        attendance=[
+            Attendance(sessions.running_time(e["time"]), e["job"], e["kind"] == "attached")
+            for e in events
+            if e["kind"] in ("attached", "ended")
+        ],
+        sessions=sessions,
+    )
+
+
+def read_job(folder: Path, settings: dict[str, object]) -> JobLog:
+    records = list(read_lines(folder / "metrics.jsonl"))
+    try:
+        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        result = None
+    return JobLog(
+        name=folder.name,
+        settings=settings,
+        train=[record for record in records if record["kind"] == "train"],
+        evaluations=[record for record in records if record["kind"] == "eval"],
+        result=result,
+    )
+
+
+def read_spec(path: Path) -> dict[str, Any]:
+    """Without the checks of a job file: what was right then need not be right now."""
+    try:
+        # The C loader where there is one: a hundred jobs are thousands of lines.
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        spec = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
+    except (OSError, yaml.YAMLError):
+        return {}
+    return spec if isinstance(spec, dict) else {}
+
+
+def read_lines(path: Path) -> Iterator[Record]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError:
+        return
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+def find_sessions(events: list[Record]) -> Sessions:
+    """A run begins, and goes on, by attaching its jobs."""
+    wall: list[float] = []
+    running: list[float] = []
+    last: float | None = None
+    for event in events:
+        now = event["time"]
+        if not wall:
+            wall.append(now)
+            running.append(0.0)
+        elif event["kind"] == "attached" and last is not None:
+            running.append(running[-1] + last - wall[-1])
+            wall.append(now)
+        # Between attaching and the first pass there is nothing to cut.
+        last = None if event["kind"] == "attached" else now
+    return Sessions(wall or [0.0], running or [0.0])
