@@ -5,6 +5,10 @@ from pathlib import Path
 
 import pytest
 
+# Before torch is imported, here and in every process a test starts: the models are so small that a
+# second thread costs more than it brings, and many times more on a busy machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 @pytest.fixture(scope="session")
 def real_data() -> Path:
