@@ -120,6 +120,17 @@ def test_a_changed_setting_of_a_started_job_is_refused_by_name(base, rows, undis
     assert (caught.value.job, caught.value.field) == ("wide", "train.learning_rate")
 
 
+def test_settings_that_decide_bits_are_fixed_under_exact_isolation(base, rows, undisturbed):
+    """The size of nano-batches, and exactness itself."""
+    for override, field in (
+        ("engine.nano_batch_tokens=256", "engine.nano_batch_tokens"),
+        ("engine.isolation=default", "engine.isolation"),
+    ):
+        with pytest.raises(SpecError) as caught:
+            tlora.train(tlora.load_spec(spec_of(base, rows), [override]), output=undisturbed)
+        assert caught.value.field == field
+
+
 def test_new_jobs_may_be_added_to_a_run(base, rows, tmp_path):
     """The old ones are not trained again."""
     first = tlora.load_spec(spec_of(base, rows))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tlora.config import changed_fields, load_spec
 from tlora.core.errors import SpecError
-from tlora.core.job import JobSpec, RunSpec
+from tlora.core.job import EngineSpec, JobSpec, RunSpec
 from tlora.runtime.directory import JobResult, RunDirectory
 from tlora.training.checkpoint import Checkpoint, find_newest
 
@@ -29,7 +29,8 @@ class Resumption:
 
 
 def check_unchanged(directory: RunDirectory, spec: RunSpec) -> None:
-    """A started job's settings are fixed; new jobs may be added, and the engine's may change."""
+    """A started job's settings are fixed. New jobs may be added, and the engine's settings may
+    change where no bits depend on them."""
     path = directory.root / "resolved.yaml"
     try:
         old = load_spec(path)
@@ -47,10 +48,24 @@ def check_unchanged(directory: RunDirectory, spec: RunSpec) -> None:
             "another --output, or add --fresh to start over",
             field="base",
         )
+    for field in engine_changes(old.engine, spec.engine):
+        raise SpecError(
+            f"has changed since {directory.root} was started, and the bits of its jobs depend on it; "
+            "change it back, name another --output, or add --fresh to start over",
+            field=field,
+        )
     before = {job.name: job for job in old.jobs}
     for job in spec.jobs:
         if job.name in before:
             _check_job(before[job.name], job, directory.root)
+
+
+def engine_changes(old: EngineSpec, new: EngineSpec) -> list[str]:
+    """Settings that decide the bits of exact isolation; without it none matters to a job."""
+    if "exact" not in (old.isolation, new.isolation):
+        return []
+    names = ("isolation", "nano_batch_tokens", "gradient_checkpointing")
+    return [f"engine.{name}" for name in names if getattr(old, name) != getattr(new, name)]
 
 
 def _check_job(old: JobSpec, new: JobSpec, root: Path) -> None:
