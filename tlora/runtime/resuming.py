@@ -50,8 +50,8 @@ def check_unchanged(directory: RunDirectory, spec: RunSpec) -> None:
         )
     for field in engine_changes(old.engine, spec.engine):
         raise SpecError(
-            f"has changed since {directory.root} was started, and the bits of its jobs depend on it; "
-            "change it back, name another --output, or add --fresh to start over",
+            f"has changed since {directory.root} was started, and the bits of its jobs depend on "
+            "it; change it back, name another --output, or add --fresh to start over",
             field=field,
         )
     before = {job.name: job for job in old.jobs}
