@@ -5,23 +5,16 @@ from typing import Annotated
 
 import typer
 
+from tlora.cli.options import AdapterDirectory, BaseModel
 from tlora.cli.output import print_lines
 
 
 def merge(
-    adapter: Annotated[Path, typer.Argument(metavar="ADAPTER", help="A PEFT adapter directory.")],
+    adapter: AdapterDirectory,
     output: Annotated[
         Path, typer.Option("--output", metavar="DIR", help="Where the merged model goes.")
     ],
-    base: Annotated[
-        str | None,
-        typer.Option(
-            "--base",
-            metavar="MODEL",
-            help="Model id or directory.",
-            show_default="what the adapter names",
-        ),
-    ] = None,
+    base: BaseModel = None,
 ) -> None:
     """Fold an adapter into its base model: a plain checkpoint."""
     # torch loads with this.

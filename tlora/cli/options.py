@@ -17,3 +17,17 @@ Overrides = Annotated[
         "defaults.train.lr=1e-3, base.model=..., engine.nano_batch_tokens=512. May be repeated.",
     ),
 ]
+
+AdapterDirectory = Annotated[
+    Path, typer.Argument(metavar="ADAPTER", help="A PEFT adapter directory.")
+]
+
+BaseModel = Annotated[
+    str | None,
+    typer.Option(
+        "--base",
+        metavar="MODEL",
+        help="Model id or directory.",
+        show_default="what the adapter names",
+    ),
+]
