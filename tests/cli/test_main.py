@@ -1,8 +1,8 @@
 """The command as the shell sees it: speed, exit codes, one message per error."""
 
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -17,8 +17,8 @@ from tlora.core.errors import (
     SpecErrors,
 )
 
-VERBS = ["demo", "train", "check", "verify", "schema"]
-BUDGET_SECONDS = 1.5
+VERBS = ["demo", "train", "check", "preview", "verify", "merge", "schema"]
+BUDGET_SECONDS = 1.0
 
 PROBE = """
 import sys
@@ -45,19 +45,20 @@ def raising(error: BaseException):
     return load
 
 
+def child_seconds() -> float:
+    """Of processor time, which a busy machine does not stretch as it does the clock's."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 @pytest.mark.parametrize("args", [["--help"], *([verb, "--help"] for verb in VERBS)])
 def test_help_answers_at_once_and_without_torch(args: list[str]) -> None:
-    """The best of three, as a busy machine may be slow once."""
-    seconds: list[float] = []
-    for _ in range(3):
-        start = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", PROBE, *args], capture_output=True, text=True)
-        seconds.append(time.perf_counter() - start)
-        assert done.returncode == 0, done.stderr
-        assert "Usage: tlora" in done.stdout
-        if seconds[-1] < BUDGET_SECONDS:
-            return
-    pytest.fail(f"--help took {min(seconds):.1f} s")
+    """Well under a second of work; torch alone would take several."""
+    before = child_seconds()
+    done = subprocess.run([sys.executable, "-c", PROBE, *args], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Usage: tlora" in done.stdout
+    assert child_seconds() - before < BUDGET_SECONDS
 
 
 def test_every_verb_and_option_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> None:
