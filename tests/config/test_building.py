@@ -34,6 +34,21 @@ def test_a_bad_name_is_refused_beside_other_faults(name: str) -> None:
     assert "must match" in faults[0].message and f"'{name}'" in faults[0].message
 
 
+@pytest.mark.parametrize("name", ["run.json", "events.jsonl", "wandb"])
+def test_a_job_cannot_be_called_like_a_file_of_the_run(name: str) -> None:
+    """Its directory would lie where that file has to."""
+    faults = build_job({"name": name, "data.path": "org/rows"}, HERE)
+    assert isinstance(faults, list)
+    assert faults[0].field == "name" and "file of the run directory" in faults[0].message
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_a_seed_beyond_64_bits_is_refused(seed: int) -> None:
+    """Another seed would give the same order and the same dropout."""
+    faults = build_job({"name": "a", "data.path": "org/rows", "train.seed": seed}, HERE)
+    assert isinstance(faults, list) and faults[0].field == "train.seed"
+
+
 def test_every_section_and_path_tells_its_fault() -> None:
     """One round shows them all."""
     values = {

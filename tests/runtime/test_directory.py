@@ -83,34 +83,33 @@ def test_a_file_is_replaced_whole_or_stays(tmp_path: Path, monkeypatch: pytest.M
     assert names(tmp_path) == {"run.json", "plain"} and file.read_text() == "old"
 
 
-def test_a_run_is_not_written_over(tmp_path: Path) -> None:
-    """The message names the directory and both ways out."""
-    run = RunDirectory(tmp_path / "deep" / "run")
-    run.create(fresh=False)
-    run.create(fresh=False)
-    run.write_json(run.root / "run.json", {})
-    with pytest.raises(SpecError, match=r"deep/run holds a run already.*--fresh"):
-        run.create(fresh=False)
-    assert (run.root / "run.json").exists()
+def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
+    """Two commands at once would write over each other; when the first has ended, it is free."""
+    first, second = RunDirectory(tmp_path / "deep" / "run"), RunDirectory(tmp_path / "deep" / "run")
+    first.create(fresh=False)
+    with pytest.raises(SpecError, match=r"another tlora is at work in .*deep/run"):
+        second.create(fresh=False)
+    first.close()
+    second.create(fresh=False)
+    second.close()
 
 
-def test_fresh_removes_a_run(tmp_path: Path) -> None:
-    """Also one that broke off before `run.json`."""
-    for first in ("run.json", "resolved.yaml"):
-        run = RunDirectory(tmp_path / "run")
-        run.create(fresh=False)
-        (run.root / first).touch()
-        (run.root / "rest").touch()
-        run.create(fresh=True)
-        assert names(run.root) == set()
-
-
-def test_fresh_removes_nothing_that_is_not_a_run(tmp_path: Path) -> None:
-    """A mistyped --output must not cost anybody their files."""
-    (tmp_path / "thesis.tex").touch()
-    with pytest.raises(SpecError, match="holds something that is not a run"):
-        RunDirectory(tmp_path).create(fresh=True)
-    assert names(tmp_path) == {"thesis.tex"}
+def test_fresh_removes_a_run_and_nothing_else(tmp_path: Path) -> None:
+    """A mistyped --output must not cost anybody their files, even beside or inside a run."""
+    run = RunDirectory(tmp_path)
+    for name in ("run.json", "resolved.yaml", "events.jsonl", "thesis.tex"):
+        (tmp_path / name).touch()
+    for folder in ("job", "job-with-notes", "photos"):
+        (tmp_path / folder).mkdir()
+    for path in ("job/metrics.jsonl", "job-with-notes/result.json", "job-with-notes/notes"):
+        (tmp_path / path).touch()
+    (tmp_path / "job" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (tmp_path / "photos" / "cat.png").touch()
+    run.create(fresh=True)
+    run.close()
+    assert names(tmp_path) == {"thesis.tex", "photos", "job-with-notes"}
+    assert names(tmp_path / "job-with-notes") == {"notes"}
+    assert names(tmp_path / "photos") == {"cat.png"}
 
 
 def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path: Path) -> None:

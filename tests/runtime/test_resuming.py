@@ -142,6 +142,45 @@ def test_new_jobs_may_be_added_to_a_run(base, rows, tmp_path):
     assert (output / "plain" / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_job_left_out_for_a_while_keeps_its_settings(base, rows, tmp_path):
+    """It cannot come back under other ones unnoticed."""
+    whole = tlora.load_spec(spec_of(base, rows))
+    output = tmp_path / "run"
+    tlora.train(whole, output=output)
+    tlora.train(replace(whole, jobs=whole.jobs[:1]), output=output)
+    with pytest.raises(SpecError) as caught:
+        tlora.train(tlora.load_spec(spec_of(base, rows), ["jobs.wide.lora.r=4"]), output=output)
+    assert (caught.value.job, caught.value.field) == ("wide", "lora.r")
+
+
+def test_changed_data_fail_the_job_they_belong_to_alone(base, rows, tmp_path, undisturbed):
+    """As many rows, another word in one of them; the others go on to the same end."""
+    own = tmp_path / "own.jsonl"
+    own.write_bytes(rows.read_bytes())
+    file = spec_of(base, rows)
+    file["jobs"][2]["data"] = {"path": str(own)}
+    output = tmp_path / "run"
+    tlora.train(tlora.load_spec(file), output=output, progress=StopAfter(8))
+    own.write_text(own.read_text().replace("is", "be", 1))
+    result = tlora.train(tlora.load_spec(file), output=output)
+    assert result.failed == ["single"]
+    assert "data have changed" in (result.jobs["single"].reason or "")
+    for job in ("plain", "wide"):
+        assert adapter_bytes(output, job) == adapter_bytes(undisturbed, job)
+
+
+def test_a_finished_job_without_its_adapter_is_done_again(base, rows, tmp_path):
+    """A result is believed only while there is something to show for it."""
+    spec = tlora.load_spec(spec_of(base, rows))
+    spec = replace(spec, jobs=spec.jobs[2:])
+    output = tmp_path / "run"
+    tlora.train(spec, output=output)
+    before = adapter_bytes(output, "single")
+    (output / "single" / "adapter" / "adapter_model.safetensors").unlink()
+    assert not tlora.train(spec, output=output).failed
+    assert adapter_bytes(output, "single") == before
+
+
 def test_a_full_disk_pauses_the_job_that_cannot_be_saved(base, rows, tmp_path, undisturbed):
     """A real write error: files larger than a limit. The small job's checkpoints pass, the large
     one's do not; it pauses with the reason, the other completes, and with room again it goes on to

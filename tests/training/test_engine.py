@@ -23,7 +23,6 @@ from support.tiny import (
     train,
 )
 
-from tlora.core.sequence import TokenSequence
 from tlora.model.adapters import AdapterWeights
 from tlora.training.compose import Kind
 from tlora.training.engine import Engine

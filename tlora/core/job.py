@@ -14,6 +14,20 @@ from tlora.core.errors import SpecError
 
 JOB_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 
+RUN_FILES = (
+    "run.json",
+    "resolved.yaml",
+    "events.jsonl",
+    "state.sqlite",
+    "report.html",
+    "study.json",
+    "mlflow.db",
+    "tensorboard",
+    "wandb",
+    "mlruns",
+)
+"""What a run directory holds besides a directory per job."""
+
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 OverLength = Literal["truncate", "drop", "raise"]
 Isolation = Literal["default", "exact"]
@@ -54,6 +68,7 @@ def check_job_name(name: str) -> None:
         "name",
         f"must match {JOB_NAME.pattern}, got '{name}'",
     )
+    require(name not in RUN_FILES, "name", f"'{name}' is a file of the run directory")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,6 +206,7 @@ class TrainSpec:
                 f"train.{name}",
                 f"must be a whole number of steps or a fraction in [0, 1), got {value}",
             )
+        require(0 <= self.seed < 2**64, "train.seed", f"must be in [0, 2^64), got {self.seed}")
         require(
             self.num_train_epochs > 0,
             "train.num_train_epochs",

@@ -59,6 +59,9 @@ class TokenCache:
     def __init__(self, directory: Path, meta: CacheMeta, source_names: tuple[str, ...]) -> None:
         """`source_names` are this job's names for the sources, in the order they were read."""
         self.meta = meta
+        self.key = directory.name
+        """Of its contents: other rows, tokens or marks have another."""
+
         self._sources = source_names
         self._tokens = np.memmap(directory / "tokens.bin", dtype=np.int32, mode="r")
         if meta.own_labels:

@@ -39,6 +39,8 @@ class PreparedData:
     train: TokenDataset
     evaluation: TokenDataset | None
     report: DataReport
+    key: str = ""
+    """Of the tokenised rows, held-out ones included: changes when the data do."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +91,13 @@ def _prepare(
             f"{job.train.max_length} tokens and over_length is drop"
         )
     evaluation = _view(held_out.cache, eval_index, job) if len(eval_index) else None
-    return PreparedData(train, evaluation, _report(job, main, train, evaluation))
+    if evaluation is not None and len(evaluation) == 0:
+        raise DataError(
+            f"no held-out row is left: all {evaluation.num_dropped} have more than "
+            f"{job.train.max_length} tokens and over_length is drop"
+        )
+    key = f"{main.cache.key}:{held_out.cache.key}"
+    return PreparedData(train, evaluation, _report(job, main, train, evaluation), key)
 
 
 def _view(cache: TokenCache, index: np.ndarray, job: JobSpec) -> TokenDataset:

@@ -6,6 +6,7 @@ any tensor is read.
 """
 
 import json
+import shlex
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -263,15 +264,15 @@ def _target_of(name: str, path: Path, targets: dict[str, Target]) -> tuple[Targe
 def serving_commands(directory: Path, name: str, *, base_model: str, rank: int) -> list[str]:
     """How to serve the adapter with vLLM and with SGLang."""
     max_rank = next((limit for limit in VLLM_RANKS if limit >= rank), None)
+    base_model, module = shlex.quote(base_model), shlex.quote(f"{name}={directory}")
     vllm = (
-        f"vllm serve {base_model} --enable-lora --max-lora-rank {max_rank} "
-        f"--lora-modules {name}={directory}"
+        f"vllm serve {base_model} --enable-lora --max-lora-rank {max_rank} --lora-modules {module}"
         if max_rank
         else f"(vLLM serves ranks up to {VLLM_RANKS[-1]}; this adapter has {rank})"
     )
     sglang = (
         f"python -m sglang.launch_server --model-path {base_model} --enable-lora "
-        f"--max-lora-rank {rank} --lora-paths {name}={directory}"
+        f"--max-lora-rank {rank} --lora-paths {module}"
     )
     return [vllm, sglang]
 

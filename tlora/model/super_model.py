@@ -48,6 +48,7 @@ class SuperModel:
         self.routing = Routing(self.device, per_sequence=per_sequence)
         self.targets = find_targets(model)
         self.scalings: dict[str, Scaling] = {}
+        self._vocabulary = cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
         self._views: dict[str, dict[str, RowViews]] = {}
         self._groups: list[SharedInput] = []
         check_layer_types(model.config)
@@ -66,7 +67,7 @@ class SuperModel:
     @property
     def vocabulary(self) -> int:
         """Tokens that have an embedding."""
-        return self.model.get_input_embeddings().weight.shape[0]
+        return self._vocabulary
 
     @property
     def jobs(self) -> list[str]:

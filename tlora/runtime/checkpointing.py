@@ -77,10 +77,10 @@ class CheckpointWriter:
     def _save(self, job: str, order: _Order) -> SaveFailed | None:
         try:
             path = save_checkpoint(order.parent, job, order.checkpoint)
-        except OSError as error:
+            prune(path.parent, order.keep)
+        except Exception as error:
+            # Whatever it is: a thread that died here would leave the run waiting for ever.
             where = order.parent
-            return SaveFailed(
-                job, f"cannot save a checkpoint in {where}: {error.strerror or error}"
-            )
-        prune(path.parent, order.keep)
+            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            return SaveFailed(job, f"cannot save a checkpoint in {where}: {reason}")
         return None

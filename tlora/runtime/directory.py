@@ -1,6 +1,8 @@
 """The run directory: what is written where, and how it is replaced without ever being half
 there."""
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -12,9 +14,10 @@ from pathlib import Path
 from typing import IO
 
 from tlora.core.errors import SpecError
+from tlora.core.job import RUN_FILES
 
-RUN_FILES = ("run.json", "resolved.yaml")
-"""What a run writes first: a directory with one of them is a run, however it ended."""
+JOB_FILES = ("metrics.jsonl", "result.json", "checkpoints", "adapter", "best")
+"""What a run writes into a job's directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class RunDirectory:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._open: dict[Path, IO[str]] = {}
+        self._lock: int | None = None
 
     @property
     def is_run(self) -> bool:
@@ -54,23 +58,41 @@ class RunDirectory:
         return (self.root / "run.json").exists()
 
     def create(self, *, fresh: bool) -> None:
-        """Make the directory, or with `fresh` make it anew. Removes nothing but a run."""
+        """Make the directory and take it; with `fresh`, clear it of an earlier run."""
         if self.root.exists() and not self.root.is_dir():
             raise SpecError(f"--output: {self.root} is a file; name a directory")
-        is_run = any((self.root / name).exists() for name in RUN_FILES)
-        if fresh and is_run:
-            shutil.rmtree(self.root)
-        elif fresh and self.root.exists() and any(self.root.iterdir()):
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self.take()
+            if fresh:
+                self._remove_run()
+        except OSError as error:
+            reason = error.strerror or error
+            raise SpecError(f"--output: {self.root} cannot be used: {reason}") from error
+
+    def take(self) -> None:
+        """Refuse to work in a directory in which another process does."""
+        handle = os.open(self.root, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = handle
+        except BlockingIOError:
+            os.close(handle)
             raise SpecError(
-                f"--fresh: {self.root} holds something that is not a run; remove it by hand, or "
-                "name another directory"
-            )
-        elif (self.root / "run.json").exists():
-            raise SpecError(
-                f"--output: {self.root} holds a run already; name another directory, or add "
-                "--fresh to start over"
-            )
-        self.root.mkdir(parents=True, exist_ok=True)
+                f"--output: another tlora is at work in {self.root}; wait for it, or name another "
+                "directory"
+            ) from None
+
+    def _remove_run(self) -> None:
+        """What a run has written, and nothing else: a person's files may lie beside it."""
+        for path in list(self.root.iterdir()):
+            if path.name in RUN_FILES:
+                remove(path)
+            elif path.is_dir() and any((path / name).exists() for name in JOB_FILES):
+                for name in JOB_FILES:
+                    remove(path / name)
+                if not any(path.iterdir()):
+                    path.rmdir()
 
     def job(self, name: str) -> Path:
         path = self.root / name
@@ -88,17 +110,40 @@ class RunDirectory:
         file.flush()
 
     def event(self, kind: str, **fields: object) -> None:
-        self.append(
-            self.root / "events.jsonl", {"v": 1, "kind": kind, **fields, "time": time.time()}
-        )
+        """A record for the report; no job depends on it, so a disk too full for it stops none."""
+        with contextlib.suppress(OSError):
+            self.append(
+                self.root / "events.jsonl", {"v": 1, "kind": kind, **fields, "time": time.time()}
+            )
 
     def write_result(self, result: JobResult) -> None:
         self.write_json(self.job(result.job) / "result.json", {"v": 1, **asdict(result)})
 
     def close(self) -> None:
         for file in self._open.values():
-            file.close()
+            # A full disk was said when the line was written.
+            with contextlib.suppress(OSError):
+                file.close()
         self._open.clear()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Make a file or the names in a directory survive a power loss."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -122,6 +167,8 @@ def replace_directory(path: Path, fill: Callable[[Path], None]) -> None:
         staged, old = Path(beside) / "new", Path(beside) / "old"
         staged.mkdir()
         fill(staged)
+        for written in (*staged.iterdir(), staged):
+            sync(written)
         if path.exists():
             os.replace(path, old)
         try:
@@ -130,3 +177,4 @@ def replace_directory(path: Path, fill: Callable[[Path], None]) -> None:
             if old.exists():
                 os.replace(old, path)
             raise
+    sync(path.parent)

@@ -39,6 +39,9 @@ class Recorder:
         self.sinks = sinks
         self.results: list[JobResult] = []
         self._writer = CheckpointWriter()
+        self.data_keys: dict[str, str] = {}
+        """By job: what its checkpoints say of its data."""
+
         self._drivers: dict[str, JobDriver] = {}
         self._started = time.perf_counter()
         self._last_step: dict[str, float] = {}
@@ -63,6 +66,8 @@ class Recorder:
         """Cut the job's metrics back to its checkpoint, so that nothing is logged twice."""
         for damage in found.damaged:
             self.progress.say(f"{driver.name}: {damage}; going back to the one before")
+        # It is no longer over, whatever an earlier run said.
+        (self.directory.job(driver.name) / "result.json").unlink(missing_ok=True)
         metrics = self._metrics_path(driver)
         if found.checkpoint is None:
             metrics.unlink(missing_ok=True)
@@ -166,7 +171,10 @@ class Recorder:
         self.progress.on_end(result)
 
     def _checkpoint(self, driver: JobDriver) -> None:
-        progress = driver.progress() | {"metrics_bytes": self._metrics_bytes(driver)}
+        progress = driver.progress() | {
+            "metrics_bytes": self._metrics_bytes(driver),
+            "data": self.data_keys.get(driver.name, ""),
+        }
         self._writer.submit(
             driver.name,
             self.directory.job(driver.name) / "checkpoints",
@@ -196,7 +204,7 @@ class Recorder:
         path = self.directory.job(driver.name) / name
         try:
             export(path, weights, driver.spec, self.base, self.engine.super_model, driver.train[0])
-        except (OSError, TloraError) as error:
+        except (OSError, TloraError, RuntimeError, MemoryError) as error:
             driver.status = Status.FAILED
             driver.reason = f"the adapter could not be written to {path}: {error}"
             return None
@@ -218,5 +226,8 @@ class Recorder:
             "tokens_per_s": values.get("tokens_per_s"),
             "time": time.time(),
         }
-        self.directory.append(self._metrics_path(driver), record)
+        try:
+            self.directory.append(self._metrics_path(driver), record)
+        except OSError as error:
+            self._pause(SaveFailed(driver.name, f"its metrics cannot be written: {error.strerror}"))
         self.sinks.log(driver.name, driver.step, kind, values)

@@ -8,6 +8,7 @@ from pathlib import Path
 from tlora.config import changed_fields, load_spec
 from tlora.core.errors import SpecError
 from tlora.core.job import EngineSpec, JobSpec, RunSpec
+from tlora.model.peft_format import WEIGHTS
 from tlora.runtime.directory import JobResult, RunDirectory
 from tlora.training.checkpoint import Checkpoint, find_newest
 
@@ -28,9 +29,9 @@ class Resumption:
     """Newer checkpoints that were passed over."""
 
 
-def check_unchanged(directory: RunDirectory, spec: RunSpec) -> None:
+def check_unchanged(directory: RunDirectory, spec: RunSpec) -> tuple[JobSpec, ...]:
     """A started job's settings are fixed. New jobs may be added, and the engine's settings may
-    change where no bits depend on them."""
+    change where no bits depend on them. Returns the jobs of the run that `spec` leaves out."""
     path = directory.root / "resolved.yaml"
     try:
         old = load_spec(path)
@@ -58,6 +59,8 @@ def check_unchanged(directory: RunDirectory, spec: RunSpec) -> None:
     for job in spec.jobs:
         if job.name in before:
             _check_job(before[job.name], job, directory.root)
+    named = {job.name for job in spec.jobs}
+    return tuple(job for job in old.jobs if job.name not in named)
 
 
 def engine_changes(old: EngineSpec, new: EngineSpec) -> list[str]:
@@ -83,7 +86,8 @@ def resumption(directory: RunDirectory, job: JobSpec) -> Resumption:
     """Where the job stands on disk; failed and paused jobs are tried again."""
     folder = directory.root / job.name
     result = read_result(folder / "result.json")
-    if result is not None and result.status in FINISHED:
+    adapter = folder / "adapter" / WEIGHTS
+    if result is not None and result.status in FINISHED and adapter.is_file():
         return Resumption(result=result)
     found = find_newest(folder / "checkpoints")
     return Resumption(checkpoint=found.checkpoint, damaged=tuple(found.damaged))

@@ -2,7 +2,7 @@
 
 import platform
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -10,7 +10,7 @@ import transformers
 
 import tlora
 from tlora.config import dump_spec
-from tlora.core.errors import SpecError
+from tlora.core.errors import JobFailed, SpecError
 from tlora.core.job import JobSpec, RunSpec
 from tlora.data.prepare import PreparedData
 from tlora.model.adapters import AdapterWeights
@@ -31,7 +31,7 @@ from tlora.runtime.live import choose_progress
 from tlora.runtime.progress import Progress
 from tlora.runtime.recording import Recorder
 from tlora.runtime.report import write_report
-from tlora.runtime.resuming import check_unchanged, resumption
+from tlora.runtime.resuming import Resumption, check_unchanged, resumption
 from tlora.runtime.sinks import Sinks, check_trackers
 from tlora.training.driver import JobDriver
 from tlora.training.engine import Engine
@@ -65,9 +65,9 @@ def train(
     progress = progress or choose_progress()
     device = resolve_device(spec.engine.device)
     directory = RunDirectory(Path(output))
-    resumed = directory.is_run and not fresh
-    if resumed:
-        check_unchanged(directory, spec)
+    absent: tuple[JobSpec, ...] = ()
+    if directory.is_run and not fresh:
+        absent = check_unchanged(directory, spec)
     shape = load_shape(spec.base)
     check_targets(spec, find_targets(shape))
     data = prepare_jobs(spec, limit=context_length(shape.config))
@@ -77,10 +77,6 @@ def train(
     model = load_super_model(spec, device)
     starts = {job.name: adapter_start(job, model) for job in spec.jobs}
 
-    if not resumed:
-        directory.create(fresh=fresh)
-    replace_text(directory.root / "resolved.yaml", dump_spec(spec))
-    directory.write_json(directory.root / "run.json", describe_run(spec, device))
     engine = Engine(
         model,
         budget_tokens=budget,
@@ -89,7 +85,13 @@ def train(
     )
     sinks = Sinks(spec.report_to, directory.root, progress.say)
     recorder = Recorder(directory, spec.base, engine, progress, sinks)
+    recorder.data_keys = {name: prepared.key for name, prepared in data.items()}
     try:
+        directory.create(fresh=fresh)
+        # Jobs of an earlier command that this one leaves out keep their settings on record.
+        recorded = replace(spec, jobs=(*spec.jobs, *absent))
+        replace_text(directory.root / "resolved.yaml", dump_spec(recorded))
+        directory.write_json(directory.root / "run.json", describe_run(spec, device))
         drivers = enter_jobs(spec, data, starts, recorder)
         recorder.start(drivers, budget)
         with interruptible(on_first=progress.on_interrupt) as interrupt:
@@ -125,15 +127,34 @@ def enter_jobs(
             recorder.keep(found.result)
             continue
         driver = JobDriver(job, data[job.name].train, data[job.name].evaluation)
-        recorder.resume(driver, found)
-        if found.checkpoint is None:
-            driver.attach(recorder.engine, starts[job.name])
-        else:
-            driver.restore(found.checkpoint.progress)
-            state = found.checkpoint.state
-            driver.attach(recorder.engine, state.weights, state=state)
+        try:
+            enter_job(driver, found, starts[job.name], recorder)
+        except JobFailed as failure:
+            driver.on_failure(failure)
+            recorder.on_end(driver)
+            continue
         drivers.append(driver)
     return drivers
+
+
+def enter_job(
+    driver: JobDriver, found: Resumption, start: AdapterWeights, recorder: Recorder
+) -> None:
+    """Raises JobFailed if the job cannot go on from where it was."""
+    if found.checkpoint is None:
+        recorder.resume(driver, found)
+        driver.attach(recorder.engine, start)
+        return
+    if found.checkpoint.progress["data"] != recorder.data_keys[driver.name]:
+        raise JobFailed(
+            "its data have changed since it was saved; bring them back, or start it over under "
+            "another name",
+            job=driver.name,
+        )
+    driver.restore(found.checkpoint.progress)
+    recorder.resume(driver, found)
+    state = found.checkpoint.state
+    driver.attach(recorder.engine, state.weights, state=state)
 
 
 def load_super_model(spec: RunSpec, device: torch.device) -> SuperModel:

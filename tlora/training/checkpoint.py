@@ -83,9 +83,10 @@ def save_checkpoint(parent: Path, job: str, checkpoint: Checkpoint) -> Path:
         sync_directory(staged)
         target = parent / name
         if target.exists():
-            # The same step again, after a resume: the new one holds the same numbers.
-            shutil.rmtree(target)
+            # The same step again, after a resume: the old one stays until the new one is there.
+            os.rename(target, parent / f".{name}.old")
         os.rename(staged, target)
+        shutil.rmtree(parent / f".{name}.old", ignore_errors=True)
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         raise

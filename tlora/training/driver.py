@@ -155,14 +155,18 @@ class JobDriver:
             self._without_improvement = 0
         else:
             self._without_improvement += 1
-            patience = self.spec.eval.patience
-            out_of_patience = patience is not None and self._without_improvement >= patience
-            if out_of_patience and self.step < self.total_steps:
-                self.status = Status.STOPPED_EARLY
-                self.reason = (
-                    f"held-out loss has not improved on {self.best.loss:.4f} (step "
-                    f"{self.best.step}) for {patience} evaluations"
-                )
+            self._stop_if_out_of_patience()
+
+    def _stop_if_out_of_patience(self) -> None:
+        patience = self.spec.eval.patience
+        if patience is None or self.best is None or self.step >= self.total_steps:
+            return
+        if self._without_improvement >= patience:
+            self.status = Status.STOPPED_EARLY
+            self.reason = (
+                f"held-out loss has not improved on {self.best.loss:.4f} (step "
+                f"{self.best.step}) for {patience} evaluations"
+            )
 
     def on_failure(self, failure: JobFailed) -> None:
         self.status = Status.FAILED
@@ -206,3 +210,4 @@ class JobDriver:
             self.best = Best(step, loss, weights=None)
         self._evaluation_due = progress["evaluation_due"]
         self._without_improvement = progress["without_improvement"]
+        self._stop_if_out_of_patience()
