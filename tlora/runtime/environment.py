@@ -3,13 +3,22 @@
 import os
 from pathlib import Path
 
+from tlora.core.errors import SpecError
+
 
 def cache_directory() -> Path:
     """Where tokenised data is kept: TLORA_CACHE, or tlora in the user's cache directory."""
-    if chosen := os.environ.get("TLORA_CACHE"):
-        return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "tlora"
+    path = Path(os.environ.get("TLORA_CACHE") or f"{base}/tlora").expanduser()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SpecError(
+            f"{path} cannot be used for tokenised data: {error.strerror}; set TLORA_CACHE to a "
+            "directory that can",
+            field="TLORA_CACHE",
+        ) from error
+    return path
 
 
 def quieten_libraries() -> None:
