@@ -1,7 +1,7 @@
 """What can go wrong, sorted by whose fault it is and whom it stops.
 
 Errors carry the job, the field or the row they speak of, so that every surface (terminal, file,
-API) can name them. All are `ValueError`s in the wide sense: something a person can mend.
+API) can name them. What a person got wrong in a file, a row or a directory is a `ValueError` too.
 """
 
 from collections.abc import Sequence

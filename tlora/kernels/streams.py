@@ -60,11 +60,9 @@ def keep_mask(rows: torch.Tensor, num_features: int, *, key: int, threshold: int
     return (_device_bits(rows, num_features, key) ^ -(2**31)) >= threshold - 2**31
 
 
-def apply_mask(x: torch.Tensor, kept: torch.Tensor | None, threshold: int) -> torch.Tensor:
+def apply_mask(x: torch.Tensor, kept: torch.Tensor, threshold: int) -> torch.Tensor:
     """Values that are not kept become zero, by selection; the others are scaled by 1 / (1 - p). Its
     own adjoint."""
-    if kept is None:
-        return x
     return torch.where(kept, x * (1.0 / (1.0 - threshold / 2**32)), 0.0)
 
 

@@ -48,14 +48,18 @@ def test_no_row_is_wider_than_its_tile():
 
 
 def test_a_full_layout_fits():
-    """As many segments as allowed, of the largest rank, each just over a block."""
+    """As many segments as allowed, of the largest rank, each just over a block; no more."""
     lengths = [33, 33, 33, 1]
     starts = [sum(lengths[:i]) for i in range(4)]
     segments = [
         segment(start, start + n, 80 * i, (39, 40), threshold=1)
         for i, (start, n) in enumerate(zip(starts, lengths, strict=True))
     ]
-    build_table(LAYOUT, segments)
+    table = build_table(LAYOUT, segments)
+    for name in ("shrink_x", "shrink_dy", "reduce_a", "reduce_b"):
+        assert len(rows(table, name)) >= len(segments)
+    with pytest.raises(ValueError, match="5 segments in a layout for 4"):
+        build_table(LAYOUT, [*segments, segment(100, 101, 320, (1, 1))])
 
 
 def test_a_jobs_rows_do_not_depend_on_its_neighbours():
