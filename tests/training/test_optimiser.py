@@ -62,6 +62,7 @@ def test_twenty_steps_equal_torchs(settings: AdamW, max_norm: float | None) -> N
         betas=(settings.beta1, settings.beta2),
         eps=settings.epsilon,
         weight_decay=settings.weight_decay,
+        fused=True,
     )
     for step in range(20):
         for row, parameter, grad in zip(rows, theirs, gradients(step, 5), strict=True):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tlora.kernels.attention.layout import AttentionLayout, attention_layout
 from tlora.kernels.attention.packed import packed_attention
 from tlora.kernels.attention.varlen import supports, varlen_attention
 from tlora.kernels.multi_lora.tables import Segment, new_table, write_table
@@ -47,6 +48,9 @@ class Routing:
         self.boundaries = torch.zeros(1, dtype=torch.int32, device=device)
         self.lengths: list[int] = []
         self.longest = 0
+        self._layouts: dict[int, AttentionLayout] = {}
+        """How sequences are taken apart for attention, by its width."""
+
         self._sharing: list[list[GroupPool]] = []
         """Pools of one layout, which share a table; found anew after slots have moved."""
 
@@ -85,6 +89,7 @@ class Routing:
     def _load(self, batch, pools, scalings, train) -> None:
         self.rows = batch.rows
         self.lengths = batch.lengths
+        self._layouts = {}
         if self.device.type == "cuda":
             self._load_boundaries(batch)
         if not self._sharing:
@@ -147,6 +152,15 @@ class Routing:
         self.boundaries = padded.cumsum(0, dtype=torch.int32).to(self.device, non_blocking=True)
         self.longest = batch.num_rows
 
+    def _layout_for(self, query: torch.Tensor) -> AttentionLayout:
+        num_rows, heads, head_size = query.shape
+        width = heads * head_size
+        if width not in self._layouts:
+            self._layouts[width] = attention_layout(
+                self.lengths, num_rows, width, one_by_one=self.per_sequence
+            )
+        return self._layouts[width]
+
     def attention(
         self,
         module: torch.nn.Module,
@@ -174,14 +188,7 @@ class Routing:
             )
         else:
             out = packed_attention(
-                q,
-                k,
-                v,
-                self.lengths,
-                scale=scale,
-                window=sliding_window,
-                softcap=softcap,
-                one_by_one=self.per_sequence,
+                q, k, v, self._layout_for(q), scale=scale, window=sliding_window, softcap=softcap
             )
         return out[None], None
 

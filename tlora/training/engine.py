@@ -238,7 +238,7 @@ class Engine:
         norm = optimiser.gradient_norm(rows)
         grad_norm = float(norm)
         job.check_gradient(grad_norm)
-        if request.max_grad_norm is not None:
+        if request.max_grad_norm is not None and grad_norm + 1e-6 > request.max_grad_norm:
             optimiser.clip(rows, norm, request.max_grad_norm)
         job.step += 1
         optimiser.step(rows, job.optimiser, learning_rate=request.learning_rate, number=job.step)

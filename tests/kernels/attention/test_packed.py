@@ -8,11 +8,12 @@ import pytest
 import torch
 from support.comparing import TOLERANCES, relative_error, same_bits
 
-from tlora.kernels.attention import packed
-from tlora.kernels.attention.packed import attend, packed_attention, visible
+from tlora.kernels.attention import layout, packed
+from tlora.kernels.attention.layout import attention_layout, plan_groups
+from tlora.kernels.attention.packed import attend, visible
 
 LENGTHS = [7, 1, 12, 7, 63, 2, 7]
-"""Three of one length, which are computed together, a single token, an odd one."""
+"""Three of one length, a single token, an odd one."""
 
 PADDING = 5
 HEADS, KEY_HEADS, HEAD_SIZE = 6, 2, 8
@@ -42,6 +43,20 @@ def tensors(
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
     return normal(HEADS), normal(key_heads), normal(key_heads), normal(HEADS)
+
+
+def packed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: list[int],
+    *,
+    one_by_one: bool = False,
+    width: int = HEADS * HEAD_SIZE,
+    **options: object,
+) -> torch.Tensor:
+    laid_out = attention_layout(lengths, len(query), width, one_by_one=one_by_one)
+    return packed.packed_attention(query, key, value, laid_out, **options)
 
 
 def plain_attention(
@@ -153,20 +168,49 @@ def test_one_by_one_gives_the_same_values(name: str) -> None:
     assert mismatches(apart, right) == []
 
 
-@pytest.mark.parametrize(("one_by_one", "sizes"), [(False, [3, 1, 1, 1, 1]), (True, [1] * 7)])
-def test_only_sequences_of_one_length_are_computed_together(
-    one_by_one: bool, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("options", "shapes"),
+    [
+        ({"width": 1}, [(7, 63)]),
+        ({}, [(2, 63), (5, 7)]),
+        ({"width": 10_000}, [(1, 63), (1, 12), (3, 7), (2, 2)]),
+        ({"width": 1_000_000}, [(1, 63), (1, 12), (3, 7), (1, 2), (1, 1)]),
+        ({"one_by_one": True}, [(1, 63), (1, 12), (1, 7), (1, 7), (1, 7), (1, 2), (1, 1)]),
+    ],
+)
+def test_sequences_share_a_call_while_their_repeats_cost_less(
+    options: dict, shapes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The three of seven tokens; with `one_by_one` not even those."""
-    seen: list[int] = []
+    """Narrow ones all, wide ones only where the lengths are equal; with `one_by_one` none."""
+    seen: list[tuple[int, int]] = []
 
     def counting(query: torch.Tensor, *others: torch.Tensor, **options: object) -> torch.Tensor:
-        seen.append(len(query))
+        seen.append((query.shape[0], query.shape[2]))
         return attend(query, *others, **options)
 
     monkeypatch.setattr(packed, "attend", counting)
-    packed_attention(*tensors(torch.float32)[:3], LENGTHS, scale=SCALE, one_by_one=one_by_one)
-    assert seen == sizes
+    packed_attention(*tensors(torch.float32)[:3], LENGTHS, scale=SCALE, **options)
+    assert seen == shapes
+
+
+@pytest.mark.parametrize("width", [1, 100, 3_000, 10_000, 1_000_000])
+def test_any_grouping_gives_the_same_values(width: int) -> None:
+    """Whatever is continued to whatever length."""
+    inputs = tensors(torch.float64)
+    for options in OPTIONS.values():
+        right = results(plain_attention, inputs, **options)
+        found = results(packed_attention, inputs, width=width, **options)
+        assert mismatches(found, right) == []
+
+
+def test_the_repeats_of_a_group_cost_no_more_than_a_call() -> None:
+    """The bound that the rule gives, and every sequence is in one group."""
+    lengths = torch.randint(1, 400, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    groups = plan_groups(lengths, 128)
+    assert sorted(i for group in groups for i in group) == list(range(200))
+    for group in groups:
+        longest = max(lengths[i] for i in group)
+        assert sum(longest**2 - lengths[i] ** 2 for i in group) * 128 <= layout.CALL_COST
 
 
 def test_one_by_one_gives_the_bits_of_a_lone_sequence() -> None:
@@ -207,7 +251,8 @@ def test_padding_gives_zeros_and_takes_part_in_nothing(name: str) -> None:
 def test_a_row_of_padding_alone_gives_zeros() -> None:
     """No sequence at all."""
     inputs = tensors(torch.float32)
-    assert not packed_attention(*inputs[:3], [], scale=SCALE).any()
+    out = packed_attention(*inputs[:3], [], scale=SCALE)
+    assert out.shape == inputs[0].shape and not out.any()
 
 
 def leaks(attention: Attention, sequence: int, where: int, **options: object) -> list[int]:

@@ -1,51 +1,77 @@
 """Causal attention over sequences packed one after another in a row of tokens.
 
-On the CPU every sequence (or group of sequences of equal length) is attended to by itself: no mask
-over the packed row, so a NaN in one sequence cannot reach another as 0 x NaN. On CUDA it is torch's
-variable-length flash attention. Rows after the last sequence are padding and come out as zeros.
+On the CPU sequences are taken apart (layout.py) and attended to as a batch: no mask over the packed
+row, so a NaN in one sequence cannot reach another as 0 x NaN. On CUDA it is torch's variable-length
+flash attention. Rows after the last sequence are padding and come out as zeros.
 """
 
 import torch
 import torch.nn.functional as F
+
+from tlora.kernels.attention.layout import AttentionLayout
 
 
 def packed_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    lengths: list[int],
+    layout: AttentionLayout,
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    one_by_one: bool = False,
 ) -> torch.Tensor:
     """[tokens, heads, head size] from queries of that shape and keys and values of as many or fewer
     heads.
 
     `window` lets token i see the tokens i - window + 1 .. i; `softcap` bounds scores by softcap *
-    tanh. `one_by_one` computes every sequence apart even where several have the same length.
+    tanh.
     """
-    places: dict[object, list[tuple[int, int]]] = {}
-    start = 0
-    for i, length in enumerate(lengths):
-        group = i if one_by_one else length
-        places.setdefault(group, []).append((i, start))
-        start += length
-    pieces: list[torch.Tensor] = [query] * len(lengths)
-    for members in places.values():
-        length = lengths[members[0][0]]
-        q, k, v = (
-            torch.stack([x[first : first + length] for _, first in members]).transpose(1, 2)
-            for x in (query, key, value)
-        )
-        out = attend(q, k, v, scale=scale, window=window, softcap=softcap).transpose(1, 2)
-        for (i, _), piece in zip(members, out, strict=True):
-            pieces[i] = piece
-    tail = len(query) - start
-    if tail:
-        pieces.append(query.new_zeros(tail, query.shape[1], value.shape[2]))
-    return torch.cat(pieces)
+    if not layout.groups:
+        return query.new_zeros(len(query), query.shape[1], value.shape[2])
+    sizes = [count * length for count, length in layout.groups]
+    split = [TakeApart.apply(x, layout).split(sizes) for x in (query, key, value)]
+    pieces = []
+    for (count, length), *parts in zip(layout.groups, *split, strict=True):
+        q, k, v = (x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in parts)
+        out = attend(q, k, v, scale=scale, window=window, softcap=softcap)
+        pieces.append(out.transpose(1, 2).reshape(count * length, query.shape[1], -1))
+    return PutBack.apply(pieces[0] if len(pieces) == 1 else torch.cat(pieces), layout)
+
+
+class TakeApart(torch.autograd.Function):
+    """The rows of the groups. Repeats get no gradient from the rows before them and pass none on;
+    padding gets zeros."""
+
+    @staticmethod
+    def forward(ctx, x, layout):
+        ctx.layout = layout
+        return x.index_select(0, layout.sources)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _select_then_zeros(gradient, ctx.layout.places, ctx.layout.num_rows), None
+
+
+class PutBack(torch.autograd.Function):
+    """The packed rows of what was computed for the groups."""
+
+    @staticmethod
+    def forward(ctx, x, layout):
+        ctx.layout = layout
+        return _select_then_zeros(x, layout.places, layout.num_rows)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        rows = gradient.index_select(0, ctx.layout.sources)
+        return rows.index_fill_(0, ctx.layout.repeats, 0.0), None
+
+
+def _select_then_zeros(x: torch.Tensor, index: torch.Tensor, num_rows: int) -> torch.Tensor:
+    out = x.new_empty(num_rows, *x.shape[1:])
+    torch.index_select(x, 0, index, out=out[: len(index)])
+    out[len(index) :] = 0.0
+    return out
 
 
 def attend(
