@@ -159,8 +159,7 @@ def super_gradients(model: SuperModel, batch: PackedBatch) -> dict[str, dict[str
         for views in model.views(job).values():
             views.grad.zero_()
     with model.routed(batch, train=True):
-        losses = F.cross_entropy(model.logits(batch), batch.targets, reduction="none")
-        torch.autograd.backward(losses, batch.loss_scales)
+        torch.autograd.backward(model.token_losses(batch), batch.loss_scales)
     return {
         job: {name: views.grad.clone() for name, views in model.views(job).items()}
         for job in model.jobs

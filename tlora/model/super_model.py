@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
@@ -17,12 +18,20 @@ from transformers.modeling_utils import PreTrainedModel
 from tlora.core.errors import ModelError
 from tlora.core.job import JobSpec
 from tlora.core.sequence import TokenSequence
+from tlora.kernels.linear_cross_entropy import linear_cross_entropy
 from tlora.kernels.streams import threshold
 from tlora.model.adapters import AdapterWeights, LoraPair, new_pair
+from tlora.model.head import PlainHead, find_plain_head
 from tlora.model.linear import Linear, LoraLinear, SharedInput
 from tlora.model.packing import PackedBatch, Share, pack
 from tlora.model.pool import GroupPool, RowViews
-from tlora.model.probe import check_layer_types, check_packing, find_groups, own_logits
+from tlora.model.probe import (
+    check_layer_types,
+    check_packing,
+    find_groups,
+    own_logits,
+    probe_sequences,
+)
 from tlora.model.routing import Routing, Scaling
 from tlora.model.targets import choose_targets, find_targets
 
@@ -51,6 +60,7 @@ class SuperModel:
         self._vocabulary = cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
         self._views: dict[str, dict[str, RowViews]] = {}
         self._groups: list[SharedInput] = []
+        self._head: PlainHead | None = None
         check_layer_types(model.config)
         try:
             self._take_over(reserve_rows)
@@ -144,6 +154,24 @@ class SuperModel:
         ).logits[0]
         return (logits[batch.predicting] if every_row else logits).float()
 
+    def token_losses(self, batch: PackedBatch) -> torch.Tensor:
+        """float32 [N]: the cross-entropy of every trained token."""
+        head = self._head
+        if head is None:
+            return F.cross_entropy(self.logits(batch), batch.targets, reduction="none")
+        hidden = head.hidden(batch)
+        if not self.routing.per_sequence:
+            rows = hidden[batch.predicting]
+            return linear_cross_entropy(rows, head.weight, head.bias, batch.targets)
+        # As in `logits`; and in one piece, for the last of several might be smaller.
+        targets = batch.targets.new_zeros(len(hidden)).index_copy_(
+            0, batch.predicting, batch.targets
+        )
+        losses = linear_cross_entropy(
+            hidden, head.weight, head.bias, targets, chunk_rows=len(hidden)
+        )
+        return losses[batch.predicting]
+
     def check_integrity(self) -> None:
         for pool in self.pools:
             pool.check_integrity()
@@ -175,6 +203,7 @@ class SuperModel:
             )
         self._replace_attention()
         check_packing(self.model, self._probe_logits, own)
+        self._head = self._probe_head()
 
     def _replace_linears(self, reserve_rows: int) -> list[SharedInput]:
         numbers = {path: number for number, path in enumerate(self.targets)}
@@ -214,6 +243,14 @@ class SuperModel:
         batch = pack_all(sequences, self.device)
         with torch.no_grad(), self.routed(batch, train=False):
             return self.logits(batch)
+
+    def _probe_head(self) -> PlainHead | None:
+        batch = pack_all(probe_sequences(self.model), self.device)
+        with torch.no_grad(), self.routed(batch, train=False):
+            logits = self.logits(batch)
+            for group in self._groups:
+                group.clear()
+            return find_plain_head(self.model, batch, logits)
 
 
 def pack_all(sequences: list[torch.Tensor], device: torch.device) -> PackedBatch:

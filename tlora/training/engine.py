@@ -196,7 +196,7 @@ class Engine:
         batch = pack(shares, composition.rows, self.super_model.device)
         train = composition.kind is Kind.TRAIN
         with torch.set_grad_enabled(train), self.super_model.routed(batch, train=train):
-            per_token = loss.token_losses(self.super_model.logits(batch), batch)
+            per_token = self.super_model.token_losses(batch)
             if train:
                 loss.backward(per_token, batch)
             return loss.sequence_sums(per_token, batch)

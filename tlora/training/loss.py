@@ -1,14 +1,8 @@
-"""Losses of single tokens, and each job's sums of its own."""
+"""Each token's loss goes back with its own job's scale, and is counted for its own job."""
 
 import torch
-import torch.nn.functional as F
 
 from tlora.model.packing import PackedBatch
-
-
-def token_losses(logits: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """float32 [N]: the cross-entropy of every trained token."""
-    return F.cross_entropy(logits, batch.targets, reduction="none")
 
 
 def backward(losses: torch.Tensor, batch: PackedBatch) -> None:
