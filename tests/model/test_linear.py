@@ -54,11 +54,11 @@ class Scene(nn.Module):
             for path, rank in ranks.items()
         }
         self.pool.attach(job, weights)
-        self.routing.forget_tables()
+        self.routing.forget_routes()
 
     def detach(self, job: str) -> None:
         self.pool.detach(job)
-        self.routing.forget_tables()
+        self.routing.forget_routes()
 
 
 def train_once(

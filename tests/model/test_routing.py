@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from tlora.core.sequence import TokenSequence
+from tlora.kernels.multi_lora.routes import MIN_SEGMENTS
 from tlora.kernels.multi_lora.tables import Segment, read_table
 from tlora.model.adapters import LoraPair
 from tlora.model.packing import PackedBatch, Share, pack
 from tlora.model.pool import GroupPool
-from tlora.model.routing import MIN_TABLE_ROWS, Routing, Scaling
+from tlora.model.routing import Routing, Scaling
 from tlora.model.targets import Target
 
 CPU = torch.device("cpu")
@@ -57,8 +58,8 @@ def segments_of(
     routing: Routing, batch: PackedBatch, pools: list[GroupPool], train: bool = True
 ) -> Iterator[list[list[Segment]]]:
     with routing.entered(batch, pools, SCALINGS, train=train):
-        entries = [routing.table(pool) for pool in pools]
-        yield [read_table(entry.table, entry.scales) for entry in entries]
+        entries = [routing.route(pool) for pool in pools]
+        yield [read_table(entry.table, entry.extra) for entry in entries]
 
 
 def test_a_pool_sees_the_segments_of_the_jobs_it_holds() -> None:
@@ -95,9 +96,9 @@ def test_tables_keep_their_tensors_and_lose_the_last_nano_batch() -> None:
     """Compiled code reads the same memory; fewer segments than before leave none behind."""
     routing, pool = Routing(CPU), new_pool(("one", 1, 1), ("two", 1, 1))
     with segments_of(routing, batch_of(("two", [4]), ("one", [5])), [pool]):
-        before = routing.table(pool).table
+        before = routing.route(pool).table
     with segments_of(routing, batch_of(("one", [3])), [pool]) as (segments,):
-        assert routing.table(pool).table is before
+        assert routing.route(pool).table is before
         assert [(s.start, s.stop) for s in segments] == [(0, 3)]
 
 
@@ -105,11 +106,11 @@ def test_more_segments_than_a_table_holds_get_a_larger_one() -> None:
     """By doubling, with none lost."""
     routing, pool = Routing(CPU, per_sequence=True), new_pool(("one", 1, 1))
     with segments_of(routing, batch_of(("one", [1])), [pool]):
-        assert len(routing.table(pool).scales) == MIN_TABLE_ROWS
-    empty = batch_of(("one", [0] * (MIN_TABLE_ROWS + 1)))
+        assert len(routing.route(pool).extra) == MIN_SEGMENTS
+    empty = batch_of(("one", [0] * (MIN_SEGMENTS + 1)))
     with segments_of(routing, empty, [pool]) as (segments,):
-        assert len(routing.table(pool).scales) == 2 * MIN_TABLE_ROWS
-        assert len(segments) == MIN_TABLE_ROWS + 1
+        assert len(routing.route(pool).extra) == 2 * MIN_SEGMENTS
+        assert len(segments) == MIN_SEGMENTS + 1
 
 
 def test_pools_share_a_table_only_where_their_rows_are_the_same() -> None:
@@ -117,11 +118,11 @@ def test_pools_share_a_table_only_where_their_rows_are_the_same() -> None:
     routing, batch = Routing(CPU), batch_of(("one", [5]))
     pools = [new_pool(("one", 2, 1)), new_pool(("one", 2, 1)), new_pool(("one", 2, 2))]
     with segments_of(routing, batch, pools) as (first, second, third):
-        tables = [routing.table(pool).table for pool in pools]
+        tables = [routing.route(pool).table for pool in pools]
         assert tables[0] is tables[1] and tables[0] is not tables[2]
         assert first == second != third
     pools[1].detach("one")
-    routing.forget_tables()
+    routing.forget_routes()
     with segments_of(routing, batch, pools) as (first, second, third):
         assert (len(first), len(second), len(third)) == (1, 0, 1)
 
@@ -130,12 +131,12 @@ def test_one_nano_batch_at_a_time_and_none_outside() -> None:
     """Nesting is refused, so is reading outside; a failure inside leaves the routing usable."""
     routing, pool, batch = Routing(CPU), new_pool(("one", 1, 1)), batch_of(("one", [5]))
     with pytest.raises(AssertionError, match="outside of a routed forward"):
-        routing.table(pool)
+        routing.route(pool)
     with segments_of(routing, batch, [pool]), pytest.raises(RuntimeError, match="already running"):
         routing.entered(batch, [pool], SCALINGS, train=True).__enter__()
     with pytest.raises(ZeroDivisionError), segments_of(routing, batch, [pool]):
         raise ZeroDivisionError
     with pytest.raises(AssertionError, match="outside of a routed forward"):
-        routing.table(pool)
+        routing.route(pool)
     with segments_of(routing, batch, [pool]) as (segments,):
         assert len(segments) == 1

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from support.comparing import agrees, relative_error, same_bits
-from tlora.kernels.multi_lora import Segment, multi_lora, reference, write_table
+from tlora.kernels.multi_lora import Route, Segment, multi_lora, reference, write_table
 from tlora.kernels.multi_lora.tables import new_table
 from tlora.kernels.streams import step_key, threshold
 
@@ -158,8 +158,7 @@ def run(
         b=case.b,
         grad_a=grad_a,
         grad_b=grad_b,
-        table=table,
-        scales=scales,
+        route=Route(table, scales),
         rows=case.rows,
         linears=case.linears,
         transposed=case.transposed,

@@ -46,7 +46,6 @@ class SharedInput:
         self._ready = {}
 
     def _compute(self, x: torch.Tensor) -> list[torch.Tensor]:
-        entry = self.routing.table(self.pool)
         outputs = multi_lora(
             x.reshape(-1, x.shape[-1]),
             self.weights,
@@ -55,8 +54,7 @@ class SharedInput:
             b=[rows.value for rows in self.pool.b],
             grad_a=self.pool.a.grad,
             grad_b=[rows.grad for rows in self.pool.b],
-            table=entry.table,
-            scales=entry.scales,
+            route=self.routing.route(self.pool),
             rows=self.routing.rows,
             linears=self.numbers,
             transposed=self.transposed,

@@ -2,7 +2,7 @@
 them.
 
 The super-model enters a routing for one forward and backward; its linears and its attention read
-it. Tables keep their tensors from one nano-batch to the next, so that compiled code sees only their
+it. Routes keep their tensors from one nano-batch to the next, so that compiled code sees only their
 values change.
 """
 
@@ -15,11 +15,11 @@ import torch
 from tlora.kernels.attention.layout import AttentionLayout, attention_layout
 from tlora.kernels.attention.packed import packed_attention
 from tlora.kernels.attention.varlen import supports, varlen_attention
-from tlora.kernels.multi_lora.tables import Segment, new_table, write_table
+from tlora.kernels.multi_lora import Group, Route, Routes, Segment
 from tlora.model.packing import PackedBatch, PackedSegment
 from tlora.model.pool import GroupPool
 
-MIN_TABLE_ROWS = 64
+MIN_BOUNDARIES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,11 @@ class Scaling:
 
 
 @dataclass(slots=True)
-class Table:
-    table: torch.Tensor
-    scales: torch.Tensor
+class Sharing:
+    """Pools with the same rows and features, which share their routes."""
+
+    pools: list[GroupPool]
+    routes: Routes
 
 
 class Routing:
@@ -51,20 +53,20 @@ class Routing:
         self._layouts: dict[int, AttentionLayout] = {}
         """How sequences are taken apart for attention, by its width."""
 
-        self._sharing: list[list[GroupPool]] = []
-        """Pools of one layout, which share a table; found anew after slots have moved."""
+        self._sharing: list[Sharing] = []
+        """Found anew after slots have moved."""
 
         # By identity: a look-up that compiled code can make without reading the pool's slots.
-        self._of_pool: dict[int, Table] = {}
+        self._of_pool: dict[int, Route] = {}
         self._active = False
 
-    def table(self, pool: GroupPool) -> Table:
+    def route(self, pool: GroupPool) -> Route:
         """The segments of the nano-batch as this pool's linears need them."""
         assert self._active, "a LoRA linear ran outside of a routed forward"
         return self._of_pool[id(pool)]
 
-    def forget_tables(self) -> None:
-        """Slots have moved: tables of the old layouts are of no use."""
+    def forget_routes(self) -> None:
+        """Slots have moved: who shares what must be found again."""
         self._sharing.clear()
         self._of_pool.clear()
 
@@ -93,25 +95,19 @@ class Routing:
         if self.device.type == "cuda":
             self._load_boundaries(batch)
         if not self._sharing:
-            self._sharing = _by_layout(pools)
+            self._sharing = [Sharing(pools, Routes(self.device)) for pools in _by_rows(pools)]
         for sharing in self._sharing:
-            table = self._written(sharing[0], batch, scalings, train)
-            for pool in sharing:
-                self._of_pool[id(pool)] = table
-
-    def _written(self, pool: GroupPool, batch, scalings, train) -> Table:
-        """The pool's table with this nano-batch in it: the one it had, unless that is too small."""
-        segments = [
-            piece
-            for segment in batch.segments
-            if segment.job in pool.slots
-            for piece in self._pieces(segment, pool, scalings[segment.job], train)
-        ]
-        table = self._of_pool.get(id(pool))
-        if table is None or len(table.scales) < len(segments):
-            table = self._new_table(len(segments), len(pool.targets))
-        write_table(segments, table.table, table.scales)
-        return table
+            pool = sharing.pools[0]
+            segments = [
+                piece
+                for segment in batch.segments
+                if segment.job in pool.slots
+                for piece in self._pieces(segment, pool, scalings[segment.job], train)
+            ]
+            group = _group(pool, scalings, train)
+            route = sharing.routes.write(group, segments, batch.num_rows)
+            for pool in sharing.pools:
+                self._of_pool[id(pool)] = route
 
     def _pieces(
         self, segment: PackedSegment, pool: GroupPool, scaling: Scaling, train: bool
@@ -131,20 +127,11 @@ class Routing:
             )
             start = stop
 
-    def _new_table(self, num_segments: int, num_linears: int) -> Table:
-        capacity = MIN_TABLE_ROWS
-        while capacity < num_segments:
-            capacity *= 2
-        return Table(
-            table=new_table(capacity, num_linears, self.device),
-            scales=torch.zeros(capacity, device=self.device),
-        )
-
     def _load_boundaries(self, batch: PackedBatch) -> None:
         """Of the sequences and, as one more, the padding. The vector has a fixed size: a flash
         backward may choose its splits by the number of sequences."""
         lengths = [*batch.lengths, batch.num_rows - batch.num_tokens]
-        capacity = MIN_TABLE_ROWS
+        capacity = MIN_BOUNDARIES
         while capacity < len(lengths):
             capacity *= 2
         padded = torch.zeros(capacity + 1, dtype=torch.int32)
@@ -193,8 +180,20 @@ class Routing:
         return out[None], None
 
 
-def _by_layout(pools: list[GroupPool]) -> list[list[GroupPool]]:
+def _by_rows(pools: list[GroupPool]) -> list[list[GroupPool]]:
     sharing: dict[object, list[GroupPool]] = {}
     for pool in pools:
-        sharing.setdefault((len(pool.targets), pool.layout), []).append(pool)
+        features = tuple((target.in_features, target.out_features) for target in pool.targets)
+        sharing.setdefault((features, pool.layout), []).append(pool)
     return list(sharing.values())
+
+
+def _group(pool: GroupPool, scalings: dict[str, Scaling], train: bool) -> Group:
+    """Of all attached jobs, not only of those in this nano-batch: nothing is compiled anew when
+    one of them has no tokens."""
+    return Group(
+        in_features=pool.targets[0].in_features,
+        out_features=tuple(target.out_features for target in pool.targets),
+        max_rank=max((max(slot.ranks) for slot in pool.slots.values()), default=0),
+        dropout=train and any(scalings[job].threshold for job in pool.slots),
+    )

@@ -191,7 +191,7 @@ class SuperModel:
         """Rows were claimed or freed, and the pool may have grown: old tables and views are
         void."""
         self._views.clear()
-        self.routing.forget_tables()
+        self.routing.forget_routes()
 
     def _take_over(self, reserve_rows: int) -> None:
         """Put the pooled linears and the packed attention in; what comes out must stay the same."""

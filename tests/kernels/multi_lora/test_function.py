@@ -9,7 +9,8 @@ from support.multi_lora import Case, Job, Results, expected, make_case, mismatch
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from tlora.kernels.multi_lora import multi_lora
+from tlora.kernels.multi_lora import Route, multi_lora
+from tlora.kernels.multi_lora.routes import HOST
 
 JOBS = [Job(9, (3, 0), 0.5, 0.2), Job(0, (2, 2)), Job(6, (1, 5), 2.0), Job(1, (4, 4), 1.0, 0.1)]
 OTHER_JOBS = [Job(4, (7, 1)), Job(12, (0, 2), dropout=0.5)]
@@ -28,8 +29,7 @@ def call(case: Case, **changes: object) -> tuple[torch.Tensor, ...]:
         "b": case.b,
         "grad_a": case.grad_a,
         "grad_b": case.grad_b,
-        "table": table,
-        "scales": scales,
+        "route": Route(table, scales),
         "rows": case.rows,
         "linears": case.linears,
     }
@@ -48,7 +48,10 @@ def call(case: Case, **changes: object) -> tuple[torch.Tensor, ...]:
         (lambda case: {"biases": case.biases[:1]}, "2 weights need as many biases"),
         (lambda case: {"linears": [1, 2, 3]}, "2 weights need as many biases"),
         (lambda case: {"b": case.b[:1]}, "2 weights need as many biases"),
-        (lambda case: {"table": case.table()[0][:, :-2]}, "another number of linears than 2"),
+        (
+            lambda case: {"route": Route(case.table()[0][:, :-2], case.table()[1])},
+            "another number of linears than 2",
+        ),
         (lambda case: {"rows": case.rows[1:]}, "rows has 17 entries for 18 tokens"),
         (lambda case: {"grad_a": case.grad_a[1:]}, "grad_a and grad_b must have the shapes"),
         (lambda case: {"grad_b": case.grad_b[::-1]}, "grad_a and grad_b must have the shapes"),
@@ -129,13 +132,14 @@ def test_the_operators_declare_what_they_do(dtype: torch.dtype, transposed: bool
     case = simple_case(dtype=dtype, transposed=transposed)
     # Finite pools, for torch compares what was written.
     a, b = case.a.nan_to_num(), [b_l.nan_to_num() for b_l in case.b]
-    where = (*case.table(), case.rows, case.linears)
+    where = (*case.table(), HOST, case.rows, case.linears)
     grads = (case.grad_a, case.grad_b)
     for x in (case.x, case.x.T.contiguous().T):
         forward = (x, case.weights, case.biases, transposed, a, b, *where)
         check_operator(torch.ops.tlora.multi_lora_forward.default, forward)
         for needs_dx in (True, False):
-            backward = (x, case.dy, case.weights, transposed, a, b, *grads, *where, needs_dx)
+            s = x.new_empty(0)
+            backward = (x, case.dy, s, case.weights, transposed, a, b, *grads, *where, needs_dx)
             check_operator(torch.ops.tlora.multi_lora_backward.default, backward)
 
 

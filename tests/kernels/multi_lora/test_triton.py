@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tlora.kernels import streams
-from tlora.kernels.multi_lora import reference
+from tlora.kernels.multi_lora import Group, Routes, multi_lora, reference
 from tlora.kernels.multi_lora.blocks import Blocks, Layout, Tiles
 from tlora.kernels.multi_lora.tables import Segment
 
@@ -269,3 +269,57 @@ def test_a_nan_in_one_job_stays_there():
     assert all(torch.equal(u[33:], v[33:]) for u, v in zip(y, y_clean, strict=True))
     assert torch.equal(grad_a[60:], grad_a_clean[60:])
     assert grad_a[3:51].isnan().all()
+
+
+@runs_kernels
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_entry_goes_through_the_kernels(dtype, transposed):
+    """A route of work lists gives frozen products, biases and adapters, and every gradient, twice
+    in a row with the same tensors; without a gradient of x too."""
+    problem = Problem(CASES["odd ranks, empty segment, gaps, dropout"], dtype)
+    generator = torch.Generator().manual_seed(5)
+    weights = [torch.randn(out, problem.num_in, generator=generator) for out in problem.outs]
+    weights = [weight.to(DEVICE, dtype) / problem.num_in**0.5 for weight in weights]
+    biases = [None, torch.randn(problem.outs[1], generator=generator).to(DEVICE, dtype), None]
+    group = Group(problem.num_in, problem.outs, max_rank=20, dropout=True)
+    route = Routes(torch.device(DEVICE)).write(group, problem.segments, problem.num_tokens)
+    assert route.layout >= 0
+    *deltas, dx, grad_a, gb_0, gb_1, gb_2 = problem.expected()
+    wanted_y = [
+        torch.nn.functional.linear(
+            problem.x.double(), w.double(), None if b is None else b.double()
+        )
+        + delta
+        for w, b, delta in zip(weights, biases, deltas, strict=True)
+    ]
+    wanted_dx = dx + sum(
+        dy.double() @ w.double() for dy, w in zip(problem.dy, weights, strict=True)
+    )
+    found_a, found_b = torch.zeros_like(problem.a), [torch.zeros_like(b) for b in problem.b]
+    for times in (1, 2):
+        x = problem.x.clone().requires_grad_(times == 1)
+        y = multi_lora(
+            x,
+            [weight.T.contiguous() for weight in weights] if transposed else weights,
+            biases,
+            a=problem.a.detach().requires_grad_(True),
+            b=problem.b,
+            grad_a=found_a,
+            grad_b=found_b,
+            route=route,
+            rows=problem.rows,
+            linears=LINEARS,
+            transposed=transposed,
+        )
+        torch.autograd.backward(y, problem.dy)
+        pairs = [*zip(y, wanted_y, strict=True)]
+        if times == 1:
+            pairs.append((x.grad, wanted_dx))
+        sums = zip([found_a, *found_b], [grad_a, gb_0, gb_1, gb_2], strict=True)
+        pairs += [(found, times * wanted) for found, wanted in sums]
+        for found, wanted in pairs:
+            error = (found.double() - wanted).norm() / wanted.double().norm()
+            assert error < LIMITS[dtype]
+            assert not found.isnan().any()
+        assert not route.extra.any()

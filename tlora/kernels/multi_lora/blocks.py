@@ -167,7 +167,11 @@ class Blocks:
         )
 
     def copy(self, segments: list[Segment]) -> None:
-        self.table.copy_(build_table(self.layout, segments), non_blocking=True)
+        table = build_table(self.layout, segments)
+        if self.table.is_cuda:
+            # From pinned memory the host need not wait for what is running.
+            table = table.pin_memory()
+        self.table.copy_(table, non_blocking=True)
 
 
 @dataclass(frozen=True)

@@ -2,47 +2,93 @@
 
 Two opaque operators, so that `torch.compile` sees through: forward computes the linears and adds
 the adapters; backward returns dX and accumulates dA and dB straight into the pool's gradients.
-Frozen weights get none.
+Frozen weights get none. A route says which kernels run: plain products per segment, or Triton's.
 """
 
 import torch
 import torch.nn.functional as F
 
 from tlora.kernels.multi_lora import cpu
+from tlora.kernels.multi_lora.routes import HOST, Route, blocks_of
 from tlora.kernels.multi_lora.tables import FIXED_COLUMNS, read_table
 
+# Counters among `extra` are zero before and after every call, so no operator changes them.
 library = torch.library.Library("tlora", "FRAGMENT")
 library.define(
     "multi_lora_forward(Tensor x, Tensor[] weights, Tensor?[] biases, bool transposed, Tensor a, "
-    "Tensor[] b, Tensor table, Tensor scales, Tensor rows, int[] linears) -> Tensor[]"
+    "Tensor[] b, Tensor table, Tensor extra, int layout, Tensor rows, int[] linears) "
+    "-> Tensor[]"
 )
 library.define(
-    "multi_lora_backward(Tensor x, Tensor[] dy, Tensor[] weights, bool transposed, Tensor a, "
-    "Tensor[] b, Tensor(a!) grad_a, Tensor(b!)[] grad_b, Tensor table, Tensor scales, Tensor rows, "
-    "int[] linears, bool needs_dx) -> Tensor"
+    "multi_lora_backward(Tensor x, Tensor[] dy, Tensor s, Tensor[] weights, bool transposed, "
+    "Tensor a, Tensor[] b, Tensor(a!) grad_a, Tensor(b!)[] grad_b, Tensor table, Tensor extra, "
+    "int layout, Tensor rows, int[] linears, bool needs_dx) -> Tensor"
 )
 
 
-def _forward(x, weights, biases, transposed, a, b, table, scales, rows, linears):
+def _forward(x, weights, biases, transposed, a, b, table, extra, layout, rows, linears):
+    """The outputs, and S where backward reads it."""
+    if layout != HOST:
+        return _triton_forward(
+            x, weights, biases, transposed, a, b, Route(table, extra, layout), rows, linears
+        )
     y = [
         F.linear(x, weight.T if transposed else weight, bias)
         for weight, bias in zip(weights, biases, strict=True)
     ]
-    cpu.add_forward(y, x, a, b, read_table(table, scales), rows, linears)
-    return y
+    cpu.add_forward(y, x, a, b, read_table(table, extra), rows, linears)
+    return [*y, x.new_empty(0)]
+
+
+def _triton_forward(x, weights, biases, transposed, a, b, route, rows, linears):
+    # Imported where it runs: a machine without a GPU need not have Triton.
+    from tlora.kernels.multi_lora import triton_forward
+
+    x = x.contiguous()
+    y = [x.new_empty(len(x), _out_features(weight, transposed)) for weight in weights]
+    # Adapters first, and the frozen products on top: one read of y less (README.md).
+    s = triton_forward.add_forward(
+        y, x, a, b, blocks_of(route), rows, linears, write=True, biases=biases
+    )
+    for y_l, weight in zip(y, weights, strict=True):
+        y_l.addmm_(x, weight if transposed else weight.T)
+    return [*y, s]
 
 
 def _backward(
-    x, dy, weights, transposed, a, b, grad_a, grad_b, table, scales, rows, linears, needs_dx
-):
+    x, dy, s, weights, transposed, a, b, grad_a, grad_b, table, extra, layout, rows, linears,
+    needs_dx,
+):  # fmt: skip
+    bases = [weight.T if transposed else weight for weight in weights]
+    if layout != HOST:
+        route = Route(table, extra, layout)
+        dx = _triton_backward(x, dy, s, bases, a, b, grad_a, grad_b, route, rows, linears, needs_dx)
+        return x.new_empty(0) if dx is None else dx
     dx = None
     if needs_dx:
-        bases = [weight.T if transposed else weight for weight in weights]
         dx = dy[0] @ bases[0]
         for dy_l, base in zip(dy[1:], bases[1:], strict=True):
             dx.addmm_(dy_l, base)
-    cpu.add_backward(dx, x, dy, a, b, grad_a, grad_b, read_table(table, scales), rows, linears)
+    cpu.add_backward(dx, x, dy, a, b, grad_a, grad_b, read_table(table, extra), rows, linears)
     return x.new_empty(0) if dx is None else dx
+
+
+def _triton_backward(x, dy, s, bases, a, b, grad_a, grad_b, route, rows, linears, needs_dx):
+    from tlora.kernels.multi_lora import triton_backward
+
+    x = x.contiguous()
+    dx = torch.empty_like(x) if needs_dx else None
+    triton_backward.add_backward(
+        dx, x, dy, s, a, b, grad_a, grad_b, blocks_of(route), rows, linears, write=True
+    )
+    if dx is not None:
+        for dy_l, base in zip(dy, bases, strict=True):
+            dx.addmm_(dy_l, base)
+    return dx
+
+
+def _out_features(weight: torch.Tensor, transposed: bool) -> int:
+    return weight.shape[1 if transposed else 0]
 
 
 library.impl("multi_lora_forward", _forward, "CompositeExplicitAutograd")
@@ -50,43 +96,45 @@ library.impl("multi_lora_backward", _backward, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("tlora::multi_lora_forward", lib=library)
-def _fake_forward(x, weights, biases, transposed, a, b, table, scales, rows, linears):
-    return [x.new_empty(len(x), weight.shape[1 if transposed else 0]) for weight in weights]
+def _fake_forward(x, weights, biases, transposed, a, b, table, extra, layout, rows, linears):
+    y = [x.new_empty(len(x), _out_features(weight, transposed)) for weight in weights]
+    if layout == HOST:
+        return [*y, x.new_empty(0)]
+    s_width = blocks_of(Route(table, extra, layout)).layout.s_width
+    return [*y, x.new_empty(len(x), s_width)]
 
 
 @torch.library.register_fake("tlora::multi_lora_backward", lib=library)
 def _fake_backward(
-    x, dy, weights, transposed, a, b, grad_a, grad_b, table, scales, rows, linears, needs_dx
-):
+    x, dy, s, weights, transposed, a, b, grad_a, grad_b, table, extra, layout, rows, linears,
+    needs_dx,
+):  # fmt: skip
     return x.new_empty(x.shape if needs_dx else 0)
 
 
 class MultiLora(torch.autograd.Function):
-    """Saves x and nothing of its size besides: S and the dropout masks are made again in
-    backward."""
+    """Saves x, and S on the way through Triton; dropout masks are made again in backward."""
 
     @staticmethod
-    def forward(
-        ctx, x, weights, biases, transposed, a, b, grad_a, grad_b, table, scales, rows, linears
-    ):
-        ctx.save_for_backward(x, a, table, scales, rows, *weights, *b)
-        # Not saved tensors: every backward changes them, and a second one would be refused for it.
-        ctx.grad_a, ctx.grad_b = grad_a, grad_b
-        ctx.transposed, ctx.linears = transposed, linears
-        return tuple(
-            torch.ops.tlora.multi_lora_forward(
-                x, weights, biases, transposed, a, b, table, scales, rows, linears
-            )
+    def forward(ctx, x, weights, biases, transposed, a, b, grad_a, grad_b, route, rows, linears):
+        *y, s = torch.ops.tlora.multi_lora_forward(
+            x, weights, biases, transposed, a, b, *route, rows, linears
         )
+        ctx.save_for_backward(x, s, a, route.table, rows, *weights, *b)
+        # Not saved tensors: kernels change them, and a second backward would be refused for it.
+        ctx.grad_a, ctx.grad_b, ctx.extra = grad_a, grad_b, route.extra
+        ctx.layout, ctx.transposed, ctx.linears = route.layout, transposed, linears
+        return tuple(y)
 
     @staticmethod
     def backward(ctx, *dy):
-        x, a, table, scales, rows, *lists = ctx.saved_tensors
+        x, s, a, table, rows, *lists = ctx.saved_tensors
         n = len(ctx.linears)
         needs_dx = ctx.needs_input_grad[0]
         dx = torch.ops.tlora.multi_lora_backward(
             x,
             [dy_l.contiguous() for dy_l in dy],
+            s,
             lists[:n],
             ctx.transposed,
             a,
@@ -94,12 +142,13 @@ class MultiLora(torch.autograd.Function):
             ctx.grad_a,
             ctx.grad_b,
             table,
-            scales,
+            ctx.extra,
+            ctx.layout,
             rows,
             ctx.linears,
             needs_dx,
         )
-        return dx if needs_dx else None, *(None for _ in range(11))
+        return dx if needs_dx else None, *(None for _ in range(10))
 
 
 def multi_lora(
@@ -111,8 +160,7 @@ def multi_lora(
     b: list[torch.Tensor],
     grad_a: torch.Tensor,
     grad_b: list[torch.Tensor],
-    table: torch.Tensor,
-    scales: torch.Tensor,
+    route: Route,
     rows: torch.Tensor,
     linears: list[int],
     transposed: bool = False,
@@ -124,7 +172,7 @@ def multi_lora(
     a, b         the pool: [rank rows, in], and per linear [rank rows, out_l]
     grad_a, ...  of the same shapes; backward adds to them. `a` must require a gradient, to be part
                  of the graph; it is never given one of its own
-    table, scales  the segments (tables.py)
+    route        the segments (routes.py)
     rows         int32 [tokens]: each token's place in its job's batch, which keys dropout
     linears      a number per linear, which keys dropout
     """
@@ -136,10 +184,10 @@ def multi_lora(
     grads_of = zip([grad_a, *grad_b], [a, *b], strict=True)
     if any(grad.shape != values.shape for grad, values in grads_of):
         raise ValueError("grad_a and grad_b must have the shapes of a and b")
-    if table.shape[1] != FIXED_COLUMNS + 2 * n:
+    if route.layout == HOST and route.table.shape[1] != FIXED_COLUMNS + 2 * n:
         raise ValueError(f"the table is for another number of linears than {n}")
     if len(rows) != len(x):
         raise ValueError(f"rows has {len(rows)} entries for {len(x)} tokens")
     return MultiLora.apply(
-        x, weights, biases, transposed, a, b, grad_a, grad_b, table, scales, rows, linears
+        x, weights, biases, transposed, a, b, grad_a, grad_b, route, rows, linears
     )

@@ -1,0 +1,110 @@
+"""How the segments of a nano-batch reach the kernels: as a table in host memory (tables.py), or as
+the work lists of the Triton kernels (blocks.py).
+
+Tensors are kept from one nano-batch to the next, so that compiled code and captured graphs see only
+their values change.
+"""
+
+import functools
+import os
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+
+from tlora.kernels.multi_lora.blocks import Blocks, Layout, Tiles
+from tlora.kernels.multi_lora.tables import Segment, new_table, write_table
+
+HOST = -1
+"""The `layout` of a route through a table."""
+
+MIN_SEGMENTS = 64
+MIN_RANK = 16
+MOST_LINEARS = 3
+"""Of one group, in the Triton kernels."""
+
+_layouts: list[Layout] = []
+
+
+class Route(NamedTuple):
+    """What an operator is given; plain tensors and a number, for `torch.compile`."""
+
+    table: torch.Tensor
+    extra: torch.Tensor
+    """The scales of a table's segments; the counters of work lists."""
+
+    layout: int = HOST
+    """Which layout the lists have, by `layout_number`."""
+
+
+class Group(NamedTuple):
+    """What is the same for all nano-batches of a group of linears while its jobs stay."""
+
+    in_features: int
+    out_features: tuple[int, ...]
+    max_rank: int
+    dropout: bool
+
+
+def layout_number(layout: Layout) -> int:
+    """Equal layouts have one number."""
+    if layout not in _layouts:
+        _layouts.append(layout)
+    return _layouts.index(layout)
+
+
+def blocks_of(route: Route) -> Blocks:
+    return Blocks(_layouts[route.layout], route.table, route.extra)
+
+
+@functools.cache
+def triton_serves(device: torch.device) -> bool:
+    """On CUDA, or wherever Triton's interpreter was asked for."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return (device.type == "cuda" or interpreted) and find_spec("triton") is not None
+
+
+class Routes:
+    """The routes of pools that share their rows; one per layout that has been needed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._table: Route | None = None
+        self._blocks: dict[Layout, Blocks] = {}
+
+    def write(self, group: Group, segments: list[Segment], num_tokens: int) -> Route:
+        if triton_serves(self.device) and len(group.out_features) <= MOST_LINEARS:
+            return self._write_blocks(group, segments, num_tokens)
+        return self._write_table(group, segments)
+
+    def _write_table(self, group: Group, segments: list[Segment]) -> Route:
+        route = self._table
+        if route is None or len(route.extra) < len(segments):
+            capacity = _at_least(len(segments), MIN_SEGMENTS)
+            route = self._table = Route(
+                new_table(capacity, len(group.out_features), self.device),
+                torch.zeros(capacity, device=self.device),
+            )
+        write_table(segments, route.table, route.extra)
+        return route
+
+    def _write_blocks(self, group: Group, segments: list[Segment], num_tokens: int) -> Route:
+        layout = Layout(
+            num_tokens=num_tokens,
+            in_features=group.in_features,
+            out_features=group.out_features,
+            max_segments=_at_least(len(segments), MIN_SEGMENTS),
+            max_rank=_at_least(group.max_rank, MIN_RANK),
+            dropout=group.dropout,
+            tiles=Tiles.for_tokens(num_tokens),
+        )
+        if layout not in self._blocks:
+            self._blocks[layout] = Blocks.new(layout, self.device)
+        blocks = self._blocks[layout]
+        blocks.copy(segments)
+        return Route(blocks.table, blocks.finished, layout_number(layout))
+
+
+def _at_least(count: int, smallest: int) -> int:
+    """The next power of two."""
+    return max(smallest, 1 << max(0, count - 1).bit_length())
