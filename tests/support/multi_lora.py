@@ -13,9 +13,13 @@ from typing import NamedTuple
 import torch
 
 from support.comparing import agrees, relative_error, same_bits
-from tlora.kernels.multi_lora import Route, Segment, multi_lora, reference, write_table
+from tlora.kernels.multi_lora import Segment, multi_lora, reference, write_table
+from tlora.kernels.multi_lora.routes import table_route
 from tlora.kernels.multi_lora.tables import new_table
 from tlora.kernels.streams import step_key, threshold
+
+S_WIDTH = 200
+"""Columns of S: more than any job of the tests needs."""
 
 GAP = 2
 """Rows of nobody before every job's rows, and after the last."""
@@ -158,7 +162,7 @@ def run(
         b=case.b,
         grad_a=grad_a,
         grad_b=grad_b,
-        route=Route(table, scales),
+        route=table_route(table, scales, S_WIDTH),
         rows=case.rows,
         linears=case.linears,
         transposed=case.transposed,

@@ -5,12 +5,22 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from support.comparing import agrees, same_bits
-from support.multi_lora import Case, Job, Results, expected, make_case, mismatches, pieces, run
+from support.multi_lora import (
+    S_WIDTH,
+    Case,
+    Job,
+    Results,
+    expected,
+    make_case,
+    mismatches,
+    pieces,
+    run,
+)
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from tlora.kernels.multi_lora import Route, multi_lora
-from tlora.kernels.multi_lora.routes import HOST
+from tlora.kernels.multi_lora import multi_lora
+from tlora.kernels.multi_lora.routes import table_route
 
 JOBS = [Job(9, (3, 0), 0.5, 0.2), Job(0, (2, 2)), Job(6, (1, 5), 2.0), Job(1, (4, 4), 1.0, 0.1)]
 OTHER_JOBS = [Job(4, (7, 1)), Job(12, (0, 2), dropout=0.5)]
@@ -29,7 +39,7 @@ def call(case: Case, **changes: object) -> tuple[torch.Tensor, ...]:
         "b": case.b,
         "grad_a": case.grad_a,
         "grad_b": case.grad_b,
-        "route": Route(table, scales),
+        "route": table_route(table, scales, S_WIDTH),
         "rows": case.rows,
         "linears": case.linears,
     }
@@ -49,7 +59,7 @@ def call(case: Case, **changes: object) -> tuple[torch.Tensor, ...]:
         (lambda case: {"linears": [1, 2, 3]}, "2 weights need as many biases"),
         (lambda case: {"b": case.b[:1]}, "2 weights need as many biases"),
         (
-            lambda case: {"route": Route(case.table()[0][:, :-2], case.table()[1])},
+            lambda case: {"route": table_route(case.table()[0][:, :-2], case.table()[1], S_WIDTH)},
             "another number of linears than 2",
         ),
         (lambda case: {"rows": case.rows[1:]}, "rows has 17 entries for 18 tokens"),
@@ -132,13 +142,13 @@ def test_the_operators_declare_what_they_do(dtype: torch.dtype, transposed: bool
     case = simple_case(dtype=dtype, transposed=transposed)
     # Finite pools, for torch compares what was written.
     a, b = case.a.nan_to_num(), [b_l.nan_to_num() for b_l in case.b]
-    where = (*case.table(), HOST, case.rows, case.linears)
+    where = (*case.table(), -S_WIDTH, case.rows, case.linears)
     grads = (case.grad_a, case.grad_b)
     for x in (case.x, case.x.T.contiguous().T):
         forward = (x, case.weights, case.biases, transposed, a, b, *where)
         check_operator(torch.ops.tlora.multi_lora_forward.default, forward)
         for needs_dx in (True, False):
-            s = x.new_empty(0)
+            s = torch.zeros(len(x), S_WIDTH)
             backward = (x, case.dy, s, case.weights, transposed, a, b, *grads, *where, needs_dx)
             check_operator(torch.ops.tlora.multi_lora_backward.default, backward)
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tlora.kernels.multi_lora import cpu
-from tlora.kernels.multi_lora.routes import HOST, Route, blocks_of
+from tlora.kernels.multi_lora.routes import Route, blocks_of
 from tlora.kernels.multi_lora.tables import FIXED_COLUMNS, read_table
 
 # Counters among `extra` are zero before and after every call, so no operator changes them.
@@ -27,17 +27,17 @@ library.define(
 
 
 def _forward(x, weights, biases, transposed, a, b, table, extra, layout, rows, linears):
-    """The outputs, and S where backward reads it."""
-    if layout != HOST:
-        return _triton_forward(
-            x, weights, biases, transposed, a, b, Route(table, extra, layout), rows, linears
-        )
+    """The outputs, and S for backward."""
+    route = Route(table, extra, layout)
+    if not route.is_table:
+        return _triton_forward(x, weights, biases, transposed, a, b, route, rows, linears)
     y = [
         F.linear(x, weight.T if transposed else weight, bias)
         for weight, bias in zip(weights, biases, strict=True)
     ]
-    cpu.add_forward(y, x, a, b, read_table(table, extra), rows, linears)
-    return [*y, x.new_empty(0)]
+    s = a.new_empty(len(x), route.s_width)
+    cpu.add_forward(y, s, x, a, b, read_table(table, extra), rows, linears)
+    return [*y, s]
 
 
 def _triton_forward(x, weights, biases, transposed, a, b, route, rows, linears):
@@ -60,8 +60,8 @@ def _backward(
     needs_dx,
 ):  # fmt: skip
     bases = [weight.T if transposed else weight for weight in weights]
-    if layout != HOST:
-        route = Route(table, extra, layout)
+    route = Route(table, extra, layout)
+    if not route.is_table:
         dx = _triton_backward(x, dy, s, bases, a, b, grad_a, grad_b, route, rows, linears, needs_dx)
         return x.new_empty(0) if dx is None else dx
     dx = None
@@ -69,7 +69,8 @@ def _backward(
         dx = dy[0] @ bases[0]
         for dy_l, base in zip(dy[1:], bases[1:], strict=True):
             dx.addmm_(dy_l, base)
-    cpu.add_backward(dx, x, dy, a, b, grad_a, grad_b, read_table(table, extra), rows, linears)
+    segments = read_table(table, extra)
+    cpu.add_backward(dx, x, dy, s, a, b, grad_a, grad_b, segments, rows, linears)
     return x.new_empty(0) if dx is None else dx
 
 
@@ -98,10 +99,9 @@ library.impl("multi_lora_backward", _backward, "CompositeExplicitAutograd")
 @torch.library.register_fake("tlora::multi_lora_forward", lib=library)
 def _fake_forward(x, weights, biases, transposed, a, b, table, extra, layout, rows, linears):
     y = [x.new_empty(len(x), _out_features(weight, transposed)) for weight in weights]
-    if layout == HOST:
-        return [*y, x.new_empty(0)]
-    s_width = blocks_of(Route(table, extra, layout)).layout.s_width
-    return [*y, x.new_empty(len(x), s_width)]
+    route = Route(table, extra, layout)
+    like = a if route.is_table else x
+    return [*y, like.new_empty(len(x), route.s_width)]
 
 
 @torch.library.register_fake("tlora::multi_lora_backward", lib=library)
@@ -113,7 +113,7 @@ def _fake_backward(
 
 
 class MultiLora(torch.autograd.Function):
-    """Saves x, and S on the way through Triton; dropout masks are made again in backward."""
+    """Saves x and S; dropout masks are made again in backward."""
 
     @staticmethod
     def forward(ctx, x, weights, biases, transposed, a, b, grad_a, grad_b, route, rows, linears):
@@ -184,7 +184,7 @@ def multi_lora(
     grads_of = zip([grad_a, *grad_b], [a, *b], strict=True)
     if any(grad.shape != values.shape for grad, values in grads_of):
         raise ValueError("grad_a and grad_b must have the shapes of a and b")
-    if route.layout == HOST and route.table.shape[1] != FIXED_COLUMNS + 2 * n:
+    if route.is_table and route.table.shape[1] != FIXED_COLUMNS + 2 * n:
         raise ValueError(f"the table is for another number of linears than {n}")
     if len(rows) != len(x):
         raise ValueError(f"rows has {len(rows)} entries for {len(x)} tokens")

@@ -15,9 +15,6 @@ import torch
 from tlora.kernels.multi_lora.blocks import Blocks, Layout, Tiles
 from tlora.kernels.multi_lora.tables import Segment, new_table, write_table
 
-HOST = -1
-"""The `layout` of a route through a table."""
-
 MIN_SEGMENTS = 64
 MIN_RANK = 16
 MOST_LINEARS = 3
@@ -33,8 +30,17 @@ class Route(NamedTuple):
     extra: torch.Tensor
     """The scales of a table's segments; the counters of work lists."""
 
-    layout: int = HOST
-    """Which layout the lists have, by `layout_number`."""
+    layout: int
+    """Which layout the lists have, by `layout_number`; below zero for a table."""
+
+    @property
+    def is_table(self) -> bool:
+        return self.layout < 0
+
+    @property
+    def s_width(self) -> int:
+        """Columns of S."""
+        return -self.layout if self.is_table else _layouts[self.layout].s_width
 
 
 class Group(NamedTuple):
@@ -44,6 +50,11 @@ class Group(NamedTuple):
     out_features: tuple[int, ...]
     max_rank: int
     dropout: bool
+
+
+def table_route(table: torch.Tensor, scales: torch.Tensor, s_width: int) -> Route:
+    """`s_width`: at least the rank rows of any job over all linears of the group."""
+    return Route(table, scales, -max(1, s_width))
 
 
 def layout_number(layout: Layout) -> int:
@@ -69,7 +80,7 @@ class Routes:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._table: Route | None = None
+        self._table: tuple[torch.Tensor, torch.Tensor] | None = None
         self._blocks: dict[Layout, Blocks] = {}
 
     def write(self, group: Group, segments: list[Segment], num_tokens: int) -> Route:
@@ -78,15 +89,12 @@ class Routes:
         return self._write_table(group, segments)
 
     def _write_table(self, group: Group, segments: list[Segment]) -> Route:
-        route = self._table
-        if route is None or len(route.extra) < len(segments):
+        if self._table is None or len(self._table[1]) < len(segments):
             capacity = _at_least(len(segments), MIN_SEGMENTS)
-            route = self._table = Route(
-                new_table(capacity, len(group.out_features), self.device),
-                torch.zeros(capacity, device=self.device),
-            )
-        write_table(segments, route.table, route.extra)
-        return route
+            table = new_table(capacity, len(group.out_features), self.device)
+            self._table = (table, torch.zeros(capacity, device=self.device))
+        write_table(segments, *self._table)
+        return table_route(*self._table, len(group.out_features) * group.max_rank)
 
     def _write_blocks(self, group: Group, segments: list[Segment], num_tokens: int) -> Route:
         layout = Layout(

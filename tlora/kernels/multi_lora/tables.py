@@ -14,8 +14,12 @@ Rank rows of the group's linears follow each other in A, in the order of the lin
 from dataclasses import dataclass
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 FIXED_COLUMNS = 5
+
+_last_read = WeakTensorKeyDictionary()
+"""By table: its version when it was read, and the segments. Every linear reads the same table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +59,22 @@ def write_table(segments: list[Segment], table: torch.Tensor, scales: torch.Tens
         rows.append(
             [segment.start, segment.stop, segment.a_row, segment.threshold, segment.key, *pairs]
         )
-    table[: len(rows)].copy_(torch.tensor(rows, dtype=torch.int64))
+    # Scales first: the version of the table says that both are new.
     if segments:
         scales[: len(segments)].copy_(torch.tensor([s.scale for s in segments], dtype=scales.dtype))
+    table[: len(rows)].copy_(torch.tensor(rows, dtype=torch.int64))
 
 
 def read_table(table: torch.Tensor, scales: torch.Tensor) -> list[Segment]:
     """The segments of a table: waits for the device if it is not in host memory."""
+    version, segments = _last_read.get(table, (None, []))
+    if version != table._version:
+        segments = _parse(table, scales)
+        _last_read[table] = (table._version, segments)
+    return segments
+
+
+def _parse(table: torch.Tensor, scales: torch.Tensor) -> list[Segment]:
     count = int(table[0, 0])
     return [
         Segment(
