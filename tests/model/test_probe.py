@@ -74,6 +74,22 @@ def test_a_leak_below_the_tolerance_is_refused_by_its_bits(monkeypatch: pytest.M
         super_model(tiny_model())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_scores_off_by_one_per_cent_are_refused(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """In bfloat16 too, where rounding is larger than that: the probe is computed in float32 as
+    well."""
+    honest = Routing.attention
+
+    def off(self, *arguments, scaling=None, **settings):
+        return honest(self, *arguments, scaling=1.01 * scaling, **settings)
+
+    monkeypatch.setattr(Routing, "attention", off)
+    with pytest.raises(ModelError, match="gives other logits for packed"):
+        super_model(tiny_model().to(dtype))
+
+
 @pytest.mark.parametrize("window", [PROBE_WINDOW + 1, 4096])
 def test_a_window_that_gets_lost_is_refused_however_long_it_is(
     monkeypatch: pytest.MonkeyPatch, window: int

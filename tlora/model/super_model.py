@@ -22,7 +22,8 @@ from tlora.model.adapters import AdapterWeights, LoraPair, new_pair
 from tlora.model.linear import Linear, LoraLinear, SharedInput
 from tlora.model.packing import PackedBatch, Share, pack
 from tlora.model.pool import GroupPool, RowViews
-from tlora.model.probe import check_layer_types, check_packing, find_groups, own_logits
+from tlora.model.probe import check_layer_types, check_packing, find_groups, has_experts, own_logits
+from tlora.model.rope import separate_sequences
 from tlora.model.routing import Routing, Scaling
 from tlora.model.targets import choose_targets, find_targets
 
@@ -52,6 +53,12 @@ class SuperModel:
         self._views: dict[str, dict[str, RowViews]] = {}
         self._groups: list[SharedInput] = []
         check_layer_types(model.config)
+        if per_sequence and has_experts(model):
+            raise ModelError(
+                f"base.model: {type(model).__name__} has experts, whose sums depend in their last "
+                "bits on how many tokens reach them: it cannot be trained with isolation: exact; "
+                "leave that out"
+            )
         try:
             self._take_over(reserve_rows)
         except (ModelError, *OUT_OF_MEMORY):
@@ -174,6 +181,7 @@ class SuperModel:
                 f"base.model: {type(self.model).__name__} has no linear that can carry an adapter"
             )
         self._replace_attention()
+        separate_sequences(self.model, self.routing)
         check_packing(self.model, self._probe_logits, own)
 
     def _replace_linears(self, reserve_rows: int) -> list[SharedInput]:
