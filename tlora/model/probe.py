@@ -36,8 +36,9 @@ PROBE_ROPE_LIMIT = 8
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6, torch.bfloat16: 6e-2, torch.float16: 2e-2}
 
 # What a neighbour may change in float32 through the order of an expert's sums, over the largest
-# logit. NOISE_MEASURED
-EXPERT_NOISE = 1e-5
+# logit. Measured on random models of eight kinds: at most 2e-7 with two layers and 1e-6 with six;
+# deep models have more of them.
+EXPERT_NOISE = 1e-4
 
 
 def check_layer_types(config: PretrainedConfig) -> None:

@@ -64,6 +64,9 @@ def short_limits(model: nn.Module, limit: int) -> Iterator[None]:
     ropes = [module for module in model.modules() if any(map(_by_length, rope_kinds(module)))]
     places: list[tuple[dict, str]] = []
     for rope in ropes:
+        # Some configurations hold the limit twice and copy this one over the other.
+        if "original_max_position_embeddings" in vars(rope.config):
+            places += [(vars(rope.config), "original_max_position_embeddings")]
         places += [
             (parameters, "original_max_position_embeddings")
             for parameters in _rope_parameters(rope)
