@@ -5,6 +5,7 @@ import torch
 from support.curves import Watcher, difference
 from support.jobs import BY_NAME, ROWS, base_model
 
+from tlora.kernels.attention.layout import attention_layout
 from tlora.kernels.attention.packed import packed_attention
 from tlora.kernels.attention.varlen import varlen_attention
 from tlora.model.super_model import SuperModel
@@ -39,7 +40,8 @@ def test_flash_attention_over_boundaries_equals_sequences_apart(window, kv_heads
     ]
     slow = [x.detach().float().requires_grad_() for x in fast]
     out = varlen_attention(*fast, boundaries(lengths, rows), rows, scale=0.125, window=window)
-    expected = packed_attention(*slow, lengths, scale=0.125, window=window)
+    layout = attention_layout(lengths, rows, 8 * 64, "cuda")
+    expected = packed_attention(*slow, layout, scale=0.125, window=window)
     used = sum(lengths)
     upstream = torch.randn_like(expected[:used])
     (out[:used].float() * upstream).sum().backward()

@@ -8,7 +8,8 @@ from support.models import GPT2, GROUPED, SUPPORTED, super_model, tiny_model
 
 from tlora.core.errors import ModelError
 from tlora.kernels.attention.packed import packed_attention
-from tlora.model.probe import PROBE_WINDOW, find_groups, short_windows
+from tlora.model.probe import PROBE_WINDOW, find_groups, has_experts, short_windows
+from tlora.model.rope import length_limit
 from tlora.model.routing import Routing
 from tlora.model.super_model import SuperModel
 from tlora.model.targets import find_targets
@@ -72,6 +73,78 @@ def test_a_leak_below_the_tolerance_is_refused_by_its_bits(monkeypatch: pytest.M
     monkeypatch.setattr(Routing, "attention", leaking)
     with pytest.raises(ModelError, match="changes the logits of its neighbour"):
         super_model(tiny_model())
+
+
+EXPERTS = {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_are_held_to_rounding(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Their sums move with their company; a leak of a thousandth is refused all the same."""
+    model = tiny_model("qwen3_moe", **EXPERTS).to(dtype)
+    assert has_experts(model) and not has_experts(tiny_model())
+    assert {target.leaf for target in super_model(model).targets.values()} == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+    }
+    honest = Routing.attention
+
+    def leaking(self, module, query, *others, **settings):
+        out, _ = honest(self, module, query, *others, **settings)
+        return out + 1e-3 * query.mean(), None
+
+    monkeypatch.setattr(Routing, "attention", leaking)
+    with pytest.raises(ModelError, match=r"gives other logits|changes the logits"):
+        super_model(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("llama", "dynamic"), ("llama", "longrope"), ("phi3", "longrope")]
+)
+def test_ropes_are_as_before_after_the_probe(family: str, kind: str) -> None:
+    """Limits, frequencies and what they remember."""
+    parameters = {
+        "rope_type": kind,
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+    }
+    model = tiny_model(family, rope_parameters=parameters)
+    rope = model.model.rotary_emb
+    before = (copy.deepcopy(model.config.to_dict()), rope.inv_freq.clone(), length_limit(rope))
+    taken_over = super_model(model).model.model.rotary_emb.rope
+    for after in (rope, taken_over):
+        assert torch.equal(after.inv_freq, before[1]) and length_limit(after) == before[2]
+        assert after.max_seq_len_cached == after.original_max_seq_len == 64
+    assert model.config.to_dict() == before[0]
+
+
+def test_a_rope_of_an_unknown_kind_is_refused_by_name() -> None:
+    """It might look at the length of the row."""
+    model = tiny_model()
+    model.model.rotary_emb.rope_type = "spiral"
+    with pytest.raises(ModelError, match="LlamaForCausalLM has rotary embeddings of type spiral"):
+        super_model(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_scores_off_by_one_per_cent_are_refused(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """In bfloat16 too, where rounding is larger than that: the probe is computed in float32 as
+    well."""
+    honest = Routing.attention
+
+    def off(self, *arguments, scaling=None, **settings):
+        return honest(self, *arguments, scaling=1.01 * scaling, **settings)
+
+    monkeypatch.setattr(Routing, "attention", off)
+    with pytest.raises(ModelError, match="gives other logits for packed"):
+        super_model(tiny_model().to(dtype))
 
 
 @pytest.mark.parametrize("window", [PROBE_WINDOW + 1, 4096])

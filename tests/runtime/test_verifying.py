@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.models import job_spec, random_adapter, tiny_model
+from support.models import job_spec, random_adapter, save_base, tiny_model
 
 from tlora.core.errors import AdapterError, ModelError
 from tlora.core.job import BaseSpec
@@ -105,8 +105,26 @@ def test_the_base_is_the_one_given_or_the_one_named(adapter: Path, base: Path) -
         verify_adapter(adapter, str(adapter.parent / "empty"))
 
 
-def test_our_own_path_is_part_of_the_check(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the kernels were off by 1 % of the scale, it would say so."""
+@pytest.fixture
+def narrow_adapter(tmp_path: Path) -> Path:
+    """The same on a base in bfloat16."""
+    base = save_base(tmp_path / "narrow", dtype=torch.bfloat16)
+    return write_adapter(tmp_path / "adapter-of-narrow", base)
+
+
+def test_a_good_adapter_of_a_bfloat16_base_passes_the_same_check(narrow_adapter: Path) -> None:
+    """Computed in float32 with the base's weights as they are: equal to float32 rounding."""
+    _, ours, peft, _ = verify_adapter(narrow_adapter)
+    for line in (ours, peft):
+        assert float(line.rpartition(" ")[2]) < 1e-5, line
+
+
+@pytest.mark.parametrize("of", ["adapter", "narrow_adapter"])
+def test_our_own_path_is_part_of_the_check(
+    of: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the kernels were off by 1 % of the scale, it would say so, in bfloat16 too."""
+    adapter = request.getfixturevalue(of)
     honest = verifying.adapter_logits
     monkeypatch.setattr(
         verifying,

@@ -212,10 +212,12 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def save_base(directory: Path, kind: str = "llama", **settings: object) -> Path:
+def save_base(
+    directory: Path, kind: str = "llama", *, dtype: torch.dtype = torch.float32, **settings: object
+) -> Path:
     """A checkpoint with weights and tokenizer, as a user would have it."""
     tokenizer = byte_tokenizer()
     settings = {"vocab_size": len(tokenizer), "max_position_embeddings": 128, **settings}
-    tiny_model(kind, **settings).save_pretrained(directory)
+    tiny_model(kind, **settings).to(dtype).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory

@@ -144,7 +144,7 @@ class Routing:
         width = heads * head_size
         if width not in self._layouts:
             self._layouts[width] = attention_layout(
-                self.lengths, num_rows, width, one_by_one=self.per_sequence
+                self.lengths, num_rows, width, query.device, one_by_one=self.per_sequence
             )
         return self._layouts[width]
 

@@ -29,9 +29,11 @@ from tlora.model.probe import (
     check_layer_types,
     check_packing,
     find_groups,
+    has_experts,
     own_logits,
     probe_sequences,
 )
+from tlora.model.rope import separate_sequences
 from tlora.model.routing import Routing, Scaling
 from tlora.model.targets import choose_targets, find_targets
 
@@ -62,6 +64,12 @@ class SuperModel:
         self._groups: list[SharedInput] = []
         self._head: PlainHead | None = None
         check_layer_types(model.config)
+        if per_sequence and has_experts(model):
+            raise ModelError(
+                f"base.model: {type(model).__name__} has experts, whose sums depend in their last "
+                "bits on how many tokens reach them: it cannot be trained with isolation: exact; "
+                "leave that out"
+            )
         try:
             self._take_over(reserve_rows)
         except (ModelError, *OUT_OF_MEMORY):
@@ -202,6 +210,7 @@ class SuperModel:
                 f"base.model: {type(self.model).__name__} has no linear that can carry an adapter"
             )
         self._replace_attention()
+        separate_sequences(self.model, self.routing)
         check_packing(self.model, self._probe_logits, own)
         self._head = self._probe_head()
 

@@ -9,10 +9,17 @@ from tlora.core.job import BaseSpec
 from tlora.core.sequence import TokenSequence
 from tlora.model.loading import load_base, resolve_device
 from tlora.model.peft_format import read_adapter, read_config
-from tlora.model.probe import TOLERANCE, probe_sequences
+from tlora.model.precision import in_float32
+from tlora.model.probe import probe_sequences
 from tlora.model.super_model import SuperModel
 from tlora.runtime.environment import quieten_libraries
-from tlora.runtime.exporting import adapter_logits, base_logits, logits_error, plain_logits
+from tlora.runtime.exporting import (
+    LOGITS_TOLERANCE,
+    adapter_logits,
+    base_logits,
+    logits_error,
+    plain_logits,
+)
 
 
 def verify_adapter(directory: Path, base: str | None = None) -> list[str]:
@@ -25,7 +32,6 @@ def verify_adapter(directory: Path, base: str | None = None) -> list[str]:
     ids = torch.cat(probe_sequences(model.model)).cpu().numpy()
     probe = TokenSequence(ids, ids)
     plain = plain_logits(model, adapter.weights, adapter.scale, probe)
-    tolerance = TOLERANCE[model.model.dtype]
     if not bool(torch.isfinite(plain).all()):
         raise AdapterError(f"{directory}: gives logits that are not finite")
     lines = [
@@ -33,12 +39,12 @@ def verify_adapter(directory: Path, base: str | None = None) -> list[str]:
         f"of {model_name}"
     ]
     fused = logits_error(adapter_logits(model, adapter.weights, adapter.scale, probe), plain)
-    lines.append(_compared(directory, "tlora's own path", fused, tolerance))
+    lines.append(_compared(directory, "tlora's own path", fused))
     peft = peft_logits(directory, model_name, ids)
     if peft is None:
         lines.append("PEFT is not installed: not compared with it")
     else:
-        lines.append(_compared(directory, "PEFT", logits_error(peft, plain), tolerance))
+        lines.append(_compared(directory, "PEFT", logits_error(peft, plain)))
     change = logits_error(plain, base_logits(model, probe))
     lines.append(
         f"changes the base model's logits by {change:.2%} of the largest"
@@ -67,13 +73,13 @@ def peft_logits(directory: Path, model_name: str, ids) -> torch.Tensor | None:
         model = PeftModel.from_pretrained(plain, str(directory)).eval()
     except (ValueError, TypeError, RuntimeError) as error:
         raise AdapterError(f"{directory}: PEFT cannot load it: {error}") from error
-    with torch.no_grad():
+    with torch.no_grad(), in_float32(model):
         logits = model(input_ids=torch.from_numpy(ids)[None].to(device)).logits[0]
     # The last row predicts nothing that is compared.
     return logits[:-1].float()
 
 
-def _compared(directory: Path, other: str, error: float, tolerance: float) -> str:
-    if not error <= tolerance:
+def _compared(directory: Path, other: str, error: float) -> str:
+    if not error <= LOGITS_TOLERANCE:
         raise AdapterError(f"{directory}: {other} gives other logits (by {error:.1%})")
     return f"logits equal to {other} within {error:.1e}"

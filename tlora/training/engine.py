@@ -212,7 +212,7 @@ class Engine:
                 if job.due:
                     steps.append(self._step(job))
                 elif job.kind is Kind.EVALUATE and not job.left:
-                    evaluations.append(job.finish_evaluation())
+                    evaluations.append(self._finish_evaluation(job))
             except JobFailed as failure:
                 failures.append(failure)
                 self.detach(job.name)
@@ -244,6 +244,11 @@ class Engine:
         optimiser.step(rows, job.optimiser, learning_rate=request.learning_rate, number=job.step)
         optimiser.clear_gradients(rows)
         return job.finish_batch(grad_norm)
+
+    def _finish_evaluation(self, job: EngineJob) -> EvaluationDone:
+        # Attention may hide a NaN in its queries behind a finite loss; no gradient would show it.
+        job.check_weights(optimiser.are_finite(list(self.super_model.views(job.name).values())))
+        return job.finish_evaluation()
 
     def _out_of_memory(
         self, composition: Composition, jobs: list[EngineJob], error: BaseException

@@ -132,6 +132,13 @@ class EngineJob:
             origins = [each.sequence.origin for each in self.batch]
             self._fail(f"the gradient norm is {grad_norm}", origins)
 
+    def check_weights(self, finite: bool) -> None:
+        if not finite:
+            raise JobFailed(
+                f"the adapter holds weights that are not finite numbers after step {self.step}",
+                job=self.name,
+            )
+
     def _fail(self, what: str, origins: list[str]) -> NoReturn:
         named = list(dict.fromkeys(origin for origin in origins if origin))
         more = f" and {len(named) - NAMED_ROWS} more" if len(named) > NAMED_ROWS else ""

@@ -35,6 +35,13 @@ def gradient_norm(rows: list[RowViews]) -> torch.Tensor:
 
 
 @torch.no_grad()
+def are_finite(rows: list[RowViews]) -> bool:
+    """Whether every weight of the job is a number; its largest is then one too."""
+    largest = torch._foreach_norm([row.value for row in rows], float("inf"))
+    return bool(torch.stack(list(largest)).isfinite().all())
+
+
+@torch.no_grad()
 def clip(rows: list[RowViews], norm: torch.Tensor, max_norm: float) -> None:
     """Scale the job's gradients down to `max_norm`, as torch.nn.utils.clip_grad_norm_ does."""
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -51,7 +51,12 @@ def plan_groups(lengths: list[int], width: int, *, one_by_one: bool = False) -> 
 
 
 def attention_layout(
-    lengths: list[int], num_rows: int, width: int, *, one_by_one: bool = False
+    lengths: list[int],
+    num_rows: int,
+    width: int,
+    device: torch.device | str = "cpu",
+    *,
+    one_by_one: bool = False,
 ) -> AttentionLayout:
     """`width` is heads x head size of the queries."""
     starts = np.cumsum([0, *lengths])
@@ -72,12 +77,12 @@ def attention_layout(
         shapes.append((len(group), longest))
 
     def gather(parts: list[np.ndarray]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *parts]))
+        return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *parts])).to(device)
 
     return AttentionLayout(
         num_rows=num_rows,
         groups=shapes,
         sources=gather(sources),
-        places=torch.from_numpy(places),
+        places=gather([places]),
         repeats=gather(repeats),
     )
