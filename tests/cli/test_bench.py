@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 # The keys that programs outside rely on.
 FIXED = {
@@ -80,3 +81,17 @@ def test_a_shape_that_cannot_fit_is_refused_before_it_is_allocated(
     error = capsys.readouterr().err
     assert "llama-8b in float32 needs about" in error and "4.0 GiB are free" in error
     assert "--dtype bfloat16" in error
+
+
+def test_memory_that_runs_out_is_said_with_what_was_under_way(
+    tlora_command, monkeypatch, capsys
+) -> None:
+    """In one message, and what to ask for instead."""
+
+    def full(*args: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("tlora.runtime.benchmark.bench.train_together", full)
+    assert tlora_command(*SMALL) == 2
+    error = capsys.readouterr().err
+    assert "error: --budget: out of memory (warming up: fused); take fewer tokens" in error

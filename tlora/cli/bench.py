@@ -2,8 +2,9 @@
 
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.console import Console
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from tlora.runtime.benchmark import table
 
 DEFAULTS = Settings()
+T = TypeVar("T")
+CLEARED = "\r\x1b[2K"
+"""To the start of a terminal's line, with nothing on it."""
 
 
 def listed(numbers: tuple[int, ...]) -> str:
@@ -92,13 +96,15 @@ def bench(
         print_lines(["", f"One line was added to {settings.json}."])
 
 
-def with_progress(run):
-    """What is under way, on standard error: one line that changes on a terminal, else one each."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
+def with_progress(run: Callable[[Callable[[str], None]], T]) -> T:
+    """What is under way, on standard error: one line that changes on a terminal, else one each.
+    Nothing spins: a thread that draws would take part in what is measured."""
+    if not sys.stderr.isatty():
         return run(lambda text: print(text, file=sys.stderr, flush=True))
-    with console.status("starting") as status:
-        return run(lambda text: status.update(Text(text)))
+    try:
+        return run(lambda text: print(f"{CLEARED}{text}", end="", file=sys.stderr, flush=True))
+    finally:
+        print(CLEARED, end="", file=sys.stderr, flush=True)
 
 
 def print_figures(figures: "table.Table") -> None:

@@ -63,7 +63,7 @@ def record(result: Result, command: str) -> dict[str, object]:
         "detach_ms": rounded(result.pauses.detach_seconds * 1e3, 3),
         "peak_bytes": result.peak_bytes,
         "mfu": rounded(result.mfu, 4),
-        "gemm_tflops": rounded(result.gemm_flops_per_s / 1e12, 3),
+        "gemm_tflops": rounded(result.gemm_flops_per_s / 1e12, 6),
         "copy_gb_per_s": rounded(result.copy_bytes_per_s / 1e9, 1),
         "repeats": settings.repeats,
         "noise_pct": rounded(rounds.noise_pct),

@@ -36,11 +36,12 @@ class Table:
 def title(result: Result) -> list[str]:
     settings, work = result.settings, result.work
     rounds = "1 round" if settings.repeats == 1 else f"{settings.repeats} rounds"
+    steps = "1 step" if settings.steps == 1 else f"{settings.steps} steps"
     dtype = str(result.shape.dtype).removeprefix("torch.")
     ranks, batch = (",".join(map(str, each)) for each in (settings.ranks, settings.batch))
     return wrapped(
         f"{result.shape.name} in {dtype} on {device_name(result.device)}: {settings.jobs} jobs, "
-        f"ranks {ranks}, batch {batch}, lengths {settings.lengths}, {settings.steps} steps each, "
+        f"ranks {ranks}, batch {batch}, lengths {settings.lengths}, {steps} each, "
         f"{work.tokens:,} tokens a pass, nano-batches of {settings.budget}, {rounds}"
     )
 
@@ -115,7 +116,7 @@ def sentences(result: Result) -> list[str]:
         f"Adapters on the linears: {overhead_pct(result.linears):+.0f} % over the frozen ones; the "
         f"floor is what {result.copy_bytes_per_s / 1e9:,.0f} GB/s of copying allows.",
         f"Model FLOPs: {result.mfu:.0%} of a large product's "
-        f"{result.gemm_flops_per_s / 1e12:,.2f} TFLOP/s. A nano-batch takes "
+        f"{result.gemm_flops_per_s / 1e9:,.0f} GFLOP/s. A nano-batch takes "
         f"{result.step_ms:,.1f} ms{_peak(result)}.",
         f"Attaching one more job pauses the others for "
         f"{result.pauses.attach_seconds * 1e3:,.1f} ms, detaching it for "
