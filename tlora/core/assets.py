@@ -7,3 +7,6 @@ DEMO = Path(__file__).parents[1] / "assets" / "demo"
 
 REPORT = Path(__file__).parents[1] / "assets" / "report"
 """Template, style and scripts of a run's report."""
+
+BENCH = Path(__file__).parents[1] / "assets" / "bench"
+"""Sequence lengths for `tlora bench`: one number per line."""

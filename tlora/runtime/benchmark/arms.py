@@ -1,0 +1,128 @@
+"""Our own engine as a benchmark's arms: all jobs together, and one job at a time.
+
+Both go through the drivers and the loop that `tlora train` uses. Setting adapters up and taking
+them away is outside of the clock here and for PEFT; `pauses` measures it by itself.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tlora.core.errors import JobFailed
+from tlora.core.job import JobSpec
+from tlora.model.super_model import SuperModel
+from tlora.runtime.benchmark.machine import now
+from tlora.runtime.benchmark.rounds import Run
+from tlora.runtime.benchmark.workload import Done, Workload
+from tlora.training.driver import JobDriver, Status
+from tlora.training.engine import Engine
+from tlora.training.engine_job import JobState
+from tlora.training.loop import run_jobs
+from tlora.training.outcome import EvaluationDone, Outcome, StepDone
+
+
+class TimedEngine(Engine):
+    """Knows how long jobs took to leave: jobs leave while others still train."""
+
+    detach_seconds = 0.0
+
+    def detach(self, name: str) -> JobState:
+        started = now(self.super_model.device)
+        state = super().detach(name)
+        self.detach_seconds += now(self.super_model.device) - started
+        return state
+
+
+class Counter:
+    """An observer that counts work, and keeps the losses."""
+
+    def __init__(self) -> None:
+        self.tokens = self.sequences = self.steps = self.nano_batches = 0
+        self.losses: dict[str, list[float]] = {}
+
+    def on_nano_batch(self, outcome: Outcome) -> None:
+        self.tokens += sum(outcome.tokens.values())
+        self.nano_batches += 1
+
+    def on_step(self, driver: JobDriver, done: StepDone) -> None:
+        self.steps += 1
+        self.sequences += done.sequences
+        self.losses.setdefault(driver.name, []).append(done.loss)
+
+    def on_evaluation(self, driver: JobDriver, done: EvaluationDone) -> None:
+        pass
+
+    def on_end(self, driver: JobDriver) -> None:
+        if driver.status is not Status.COMPLETED:
+            raise JobFailed(driver.reason or driver.status.value, job=driver.name)
+
+    @property
+    def done(self) -> Done:
+        return Done(self.tokens, self.sequences, self.steps)
+
+
+def train_together(
+    model: SuperModel,
+    work: Workload,
+    jobs: Sequence[JobSpec],
+    budget_tokens: int,
+    counter: Counter | None = None,
+) -> Run:
+    """From the first composition to the last step of these jobs."""
+    counter = counter or Counter()
+    engine = TimedEngine(model, budget_tokens=budget_tokens)
+    drivers = [JobDriver(job, work.rows[job.name]) for job in jobs]
+    for driver in drivers:
+        driver.attach(engine, model.new_adapter(driver.spec))
+    started = now(model.device)
+    run_jobs(engine, drivers, counter)
+    seconds = now(model.device) - started - engine.detach_seconds
+    return Run(seconds, counter.done)
+
+
+def train_one_at_a_time(model: SuperModel, work: Workload, budget_tokens: int) -> Run:
+    """The same jobs in the same engine, each alone."""
+    runs = [train_together(model, work, [job], budget_tokens) for job in work.jobs]
+    return Run(
+        sum(run.seconds for run in runs),
+        Done(
+            sum(run.done.tokens for run in runs),
+            sum(run.done.sequences for run in runs),
+            sum(run.done.steps for run in runs),
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Pauses:
+    """What the neighbours wait when one more job comes or goes: medians."""
+
+    attach_seconds: float
+    detach_seconds: float
+
+
+def pauses(model: SuperModel, work: Workload, budget_tokens: int, *, repeats: int = 7) -> Pauses:
+    """With all jobs attached, between nano-batches."""
+    engine = Engine(model, budget_tokens=budget_tokens)
+    drivers = [JobDriver(job, work.rows[job.name]) for job in work.jobs]
+    for driver in drivers:
+        driver.attach(engine, model.new_adapter(driver.spec))
+    one_more = JobDriver(replace(work.jobs[-1], name="one-more"), work.rows[work.jobs[-1].name])
+    weights = model.new_adapter(one_more.spec)
+    attach: list[float] = []
+    detach: list[float] = []
+    for _ in range(repeats + 1):
+        for driver in drivers:
+            driver.advance(engine)
+        for step in engine.run_nano_batch().steps:
+            next(driver for driver in drivers if driver.name == step.job).on_step(step)
+        started = now(model.device)
+        one_more.attach(engine, weights)
+        attached = now(model.device)
+        engine.detach(one_more.name)
+        attach.append(attached - started)
+        detach.append(now(model.device) - attached)
+    for driver in drivers:
+        engine.detach(driver.name)
+    # The first one warms up.
+    return Pauses(statistics.median(attach[1:]), statistics.median(detach[1:]))

@@ -1,0 +1,126 @@
+"""The machine under the benchmark: its clock, its memory, and how fast it multiplies and copies."""
+
+import mmap
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+STATM = Path("/proc/self/statm")
+MEMINFO = Path("/proc/meminfo")
+SAMPLE_SECONDS = 0.002
+CEILING_TRIES = 10
+CEILING_SECONDS = 2.0
+
+
+def now(device: torch.device) -> float:
+    """Seconds, once all that was asked of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def median_seconds(step: Callable[[], object], device: torch.device, *, repeats: int = 5) -> float:
+    """Of one call; the first call warms up."""
+    step()
+    samples = []
+    for _ in range(repeats):
+        started = now(device)
+        step()
+        samples.append(now(device) - started)
+    return statistics.median(samples)
+
+
+def fastest_seconds(step: Callable[[], object], device: torch.device) -> float:
+    """Of one call. A ceiling is what the machine can do when nothing disturbs it; one that is
+    very slow, such as half precision on some CPUs, is not tried as often."""
+    samples: list[float] = []
+    while len(samples) < CEILING_TRIES and sum(samples) < CEILING_SECONDS:
+        started = now(device)
+        step()
+        samples.append(now(device) - started)
+    return min(samples)
+
+
+def gemm_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    """The rate of one large square product, in the better layout: forward and backward use one
+    each, and in half precision a CPU may be far slower in one of them."""
+    size = 8192 if device.type == "cuda" else 1024
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    seconds = min(fastest_seconds(lambda b=b: left @ b, device) for b in (right, right.T))
+    return 2 * size**3 / seconds
+
+
+def copy_bytes_per_s(device: torch.device) -> float:
+    """Bytes read and written by a copy that no cache holds."""
+    size = 2**30 if device.type == "cuda" else 2**27
+    source = torch.ones(size // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / fastest_seconds(lambda: target.copy_(source), device)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What can still be allocated; None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def resident_bytes() -> int | None:
+    try:
+        return int(STATM.read_text().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return None
+
+
+class Peak:
+    """`bytes` once the watch is over; None where the system does not say."""
+
+    def __init__(self) -> None:
+        self.bytes: int | None = None
+
+
+@contextmanager
+def peak_memory(device: torch.device) -> Iterator[Peak]:
+    """CUDA: the most that torch had allocated, weights included. CPU: how much the process grew."""
+    peak = Peak()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        yield peak
+        peak.bytes = torch.cuda.max_memory_allocated(device)
+        return
+    before = resident_bytes()
+    if before is None:
+        yield peak
+        return
+    highest = before
+    over = threading.Event()
+
+    def watch() -> None:
+        nonlocal highest
+        while not over.wait(SAMPLE_SECONDS):
+            highest = max(highest, resident_bytes() or 0)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield peak
+    finally:
+        over.set()
+        watcher.join()
+    peak.bytes = max(highest, resident_bytes() or 0) - before
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"cpu, {threads} thread{'s' if threads > 1 else ''}"

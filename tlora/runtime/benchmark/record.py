@@ -1,0 +1,148 @@
+"""The JSON line of a benchmark, and where it came from."""
+
+import json
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+import tlora
+from tlora.core.errors import SpecError
+from tlora.runtime.benchmark.bench import COMPILED, OWN, PLAIN, Result
+from tlora.runtime.benchmark.linears import LinearTime, overhead_pct
+from tlora.runtime.benchmark.machine import device_name
+
+PACKAGE = Path(tlora.__file__).parent
+
+
+def record(result: Result, command: str) -> dict[str, object]:
+    """The keys that are fixed for `bench`, and more beside them."""
+    settings, rounds = result.settings, result.rounds
+    return {
+        "v": 1,
+        "kind": "bench",
+        "commit": commit(),
+        "command": command,
+        "device": device_name(result.device),
+        "versions": versions(),
+        "shape": result.shape.name,
+        "settings": {
+            "jobs": settings.jobs,
+            "ranks": settings.ranks,
+            "batch": settings.batch,
+            "lengths": settings.lengths,
+            "steps": settings.steps,
+            "dropout": settings.dropout,
+            "nano_batch_tokens": settings.budget,
+            "dtype": str(result.shape.dtype).removeprefix("torch."),
+            "threads": settings.threads,
+            "tokens": result.work.tokens,
+        },
+        "frozen": {
+            "plain": rounded(result.rate(*PLAIN.values())),
+            "compiled": rounded(result.rate(*COMPILED.values())),
+            "own": rounded(result.rate(OWN)),
+            "best": rounded(result.frozen),
+        },
+        "fused": {
+            "tokens_per_s": rounded(result.fused),
+            "step_ms": rounded(result.step_ms, 3),
+            "nano_batches": result.nano_batches,
+        },
+        "one_at_a_time": {"tokens_per_s": rounded(result.one_at_a_time)},
+        "peft_one_by_one": {"tokens_per_s": rounded(result.peft)},
+        "frozen_fraction": rounded(result.frozen_fraction, 4),
+        "ratio_peft": rounded(result.ratio_peft, 3),
+        "ratio_one_at_a_time": rounded(result.ratio_one_at_a_time, 3),
+        "engine_overhead_pct": rounded(result.engine_overhead_pct, 2),
+        "linears": [linear(each) for each in result.linears],
+        "linears_overhead_pct": rounded(overhead_pct(result.linears), 1),
+        "attach_ms": rounded(result.pauses.attach_seconds * 1e3, 3),
+        "detach_ms": rounded(result.pauses.detach_seconds * 1e3, 3),
+        "peak_bytes": result.peak_bytes,
+        "mfu": rounded(result.mfu, 4),
+        "gemm_tflops": rounded(result.gemm_flops_per_s / 1e12, 6),
+        "copy_gb_per_s": rounded(result.copy_bytes_per_s / 1e9, 1),
+        "repeats": settings.repeats,
+        "noise_pct": rounded(rounds.noise_pct),
+        "drift_pct": rounded(rounds.drift_pct),
+        "arms": {
+            name: {
+                "tokens_per_s": rounded(result.work.tokens / rounds.median(name)),
+                "spread_pct": rounded(rounds.spread_pct(name)),
+            }
+            for name in rounds.seconds
+        },
+        "notes": result.notes,
+    }
+
+
+def linear(each: LinearTime) -> dict[str, object]:
+    return {
+        "name": each.name,
+        "in": each.in_features,
+        "out": each.out_features,
+        "ms_frozen": rounded(each.ms_frozen, 4),
+        "ms_fused": rounded(each.ms_fused, 4),
+        "floor_ms": rounded(each.floor_ms, 4),
+        "count": each.count,
+    }
+
+
+def rounded(value: float | None, digits: int = 1) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+def check_writable(path: Path | None) -> None:
+    """Before minutes of measuring, not after."""
+    if path is not None:
+        append("", path)
+
+
+def append(text: str, path: Path) -> None:
+    try:
+        with path.expanduser().open("a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise SpecError(f"{path} cannot be written: {error.strerror}", field="--json") from None
+
+
+def as_line(fields: dict[str, object]) -> str:
+    return json.dumps(fields, allow_nan=False)
+
+
+def commit() -> str | None:
+    """Of the checkout that the package runs from; None if it was installed from elsewhere."""
+
+    def git(*args: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(PACKAGE), *args], capture_output=True, text=True, timeout=20
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    # A virtual environment may lie inside of somebody else's repository.
+    if git("ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    return git("describe", "--always", "--dirty", "--exclude=*")
+
+
+def versions() -> dict[str, str | None]:
+    def version(name: str) -> str | None:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            return None
+
+    found = {name: version(name) for name in ("transformers", "peft", "triton")}
+    return {
+        "tlora": tlora.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        **found,
+    }

@@ -1,0 +1,143 @@
+"""What a benchmark is asked to do: options as people write them, checked, before torch is loaded.
+
+`HELP` and `settings_of` are the one declaration that the verb and `python -m
+tlora.runtime.benchmark` share.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tlora.core.assets import BENCH
+from tlora.core.errors import SpecError
+
+NAMED_LENGTHS = "short_mixed"
+SHAPES = ("llama-8b", "llama-1b", "demo")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+HELP = {
+    "shape": "llama-8b, llama-1b (random weights), demo (the base that comes with tlora), or a "
+    "local model's directory. Default: llama-1b on CUDA, else demo.",
+    "jobs": "Jobs to train.",
+    "ranks": "LoRA ranks, given to the jobs in turn.",
+    "batch": "Sequences per optimiser step, given to the jobs in turn.",
+    "lengths": "One length for all sequences, or a file with one per line to draw from. Default: "
+    f"{NAMED_LENGTHS}, which comes with tlora, for demo; else 512.",
+    "json": "Append the result to this file, one line per run; without it the line is printed.",
+    "steps": "Optimiser steps of each job. Default: 12 for demo, else 6.",
+    "repeats": "Measured rounds; each runs every arm, and the first one again at its end.",
+    "dropout": "Dropout of the adapters.",
+    "budget": "Tokens of a nano-batch. Default: 8192 on CUDA, else 1024.",
+    "device": "auto, cpu or cuda.",
+    "threads": "CPU threads. Default: as many as torch takes.",
+    "dtype": "Number format of the frozen weights: auto, float32, bfloat16 or float16. auto: "
+    "a model's own; for the llama shapes bfloat16 on CUDA, else float32.",
+    "skip_peft": "Leave PEFT out.",
+    "skip_compile": "Do not try compiled layers for the frozen backbone.",
+    "compile_seconds": "Give compiling up after so many seconds.",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """None: to be chosen once the device is known."""
+
+    shape: str | None = None
+    jobs: int = 8
+    ranks: tuple[int, ...] = (4, 8, 16, 32)
+    batch: tuple[int, ...] = (1, 2, 4)
+    lengths: str | None = None
+    json: Path | None = None
+    steps: int | None = None
+    repeats: int = 5
+    dropout: float = 0.0
+    budget: int | None = None
+    device: str = "auto"
+    threads: int | None = None
+    dtype: str = "auto"
+    skip_peft: bool = False
+    skip_compile: bool = False
+    compile_seconds: int = 180
+
+    def __post_init__(self) -> None:
+        for name in ("jobs", "steps", "repeats", "budget", "threads", "compile_seconds"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, name, f"must be at least 1, got {value}")
+        for name in ("ranks", "batch"):
+            for value in getattr(self, name):
+                require(value >= 1, name, f"must be at least 1, got {value}")
+        require(0 <= self.dropout < 1, "dropout", f"must be in [0, 1), got {self.dropout}")
+        require(
+            self.dtype in DTYPES, "dtype", f"must be one of {', '.join(DTYPES)}, got {self.dtype}"
+        )
+        if self.shape is not None:
+            check_shape(self.shape)
+        if self.lengths is not None:
+            read_lengths(self.lengths)
+        if self.json is not None:
+            parent = self.json.expanduser().parent
+            require(parent.is_dir(), "json", f"there is no directory {parent}")
+
+
+def require(condition: bool, name: str, message: str) -> None:
+    if not condition:
+        raise SpecError(message, field=flag(name))
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def settings_of(given: Mapping[str, object]) -> Settings:
+    """From an option each; `ranks` and `batch` may be texts such as `4,8`."""
+    values = dict(given)
+    for name in ("ranks", "batch"):
+        if isinstance(text := values.get(name), str):
+            values[name] = whole_numbers(name, text)
+    return Settings(**values)  # type: ignore[arg-type]
+
+
+def whole_numbers(name: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise SpecError(
+            f"must be whole numbers with commas between, got '{text}'", field=flag(name)
+        ) from None
+
+
+def check_shape(shape: str) -> None:
+    require(
+        shape in SHAPES or (Path(shape).expanduser() / "config.json").is_file(),
+        "shape",
+        f"'{shape}' is neither one of {', '.join(SHAPES)} nor a directory with a config.json",
+    )
+
+
+def read_lengths(source: str) -> tuple[int, ...]:
+    """`512`, the name of the file that comes with tlora, or a file of one's own."""
+    if source.isdecimal():
+        return (_length(source, flag("lengths")),)
+    path = BENCH / f"{source}.txt" if source == NAMED_LENGTHS else Path(source).expanduser()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise SpecError(
+            f"'{source}' is neither a length nor a file that can be read: {reason}",
+            field=flag("lengths"),
+        ) from None
+    found = tuple(
+        _length(line, f"{source}:{number}")
+        for number, line in enumerate(text.splitlines(), start=1)
+        if line.strip()
+    )
+    require(bool(found), "lengths", f"{source} holds no lengths")
+    return found
+
+
+def _length(text: str, place: str) -> int:
+    """Two tokens at least: the first of a sequence is not predicted."""
+    if not text.strip().isdecimal() or int(text) < 2:
+        raise SpecError(f"must be a length of 2 tokens or more, got '{text.strip()}'", field=place)
+    return int(text)

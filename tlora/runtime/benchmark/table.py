@@ -1,0 +1,159 @@
+"""A benchmark for people: rows of text, and a sentence for each ratio. Fits in 80 columns."""
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tlora.runtime.benchmark.bench import COMPILED, FUSED, ONE_AT_A_TIME, OWN, PEFT, PLAIN, Result
+from tlora.runtime.benchmark.linears import overhead_pct
+from tlora.runtime.benchmark.machine import device_name
+
+WIDTH = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The first column is text, the others are numbers."""
+
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+    def lines(self) -> list[str]:
+        """Columns in line, two spaces apart."""
+        table = [self.header, *self.rows]
+        first, *others = (max(map(len, column)) for column in zip(*table, strict=True))
+        return [
+            "  ".join(
+                [
+                    name.ljust(first),
+                    *(cell.rjust(width) for cell, width in zip(cells, others, strict=True)),
+                ]
+            ).rstrip()
+            for name, *cells in table
+        ]
+
+
+def title(result: Result) -> list[str]:
+    settings, work = result.settings, result.work
+    rounds = "1 round" if settings.repeats == 1 else f"{settings.repeats} rounds"
+    steps = "1 step" if settings.steps == 1 else f"{settings.steps} steps"
+    dtype = str(result.shape.dtype).removeprefix("torch.")
+    ranks, batch = (",".join(map(str, each)) for each in (settings.ranks, settings.batch))
+    return wrapped(
+        f"{result.shape.name} in {dtype} on {device_name(result.device)}: {settings.jobs} jobs, "
+        f"ranks {ranks}, batch {batch}, lengths {settings.lengths}, {steps} each, "
+        f"{work.tokens:,} tokens a pass, nano-batches of {settings.budget}, {rounds}"
+    )
+
+
+def rates(result: Result) -> Table:
+    """Arms that did not run have no row."""
+    rows: list[tuple[str, ...]] = []
+
+    def add(label: str, *arms: str) -> None:
+        ran = [arm for arm in arms if arm in result.rounds.seconds]
+        if not ran:
+            return
+        best = min(ran, key=result.rounds.median)
+        rate = result.required_rate(best)
+        which = f" ({best.rpartition(', ')[2]})" if len(arms) > 1 else ""
+        rows.append(
+            (
+                label + which,
+                f"{rate:,.0f}",
+                f"{rate / result.frozen:.2f}",
+                f"{result.rounds.spread_pct(best):.0f} %",
+            )
+        )
+
+    add("fused", FUSED)
+    add("one at a time, same engine", ONE_AT_A_TIME)
+    add("PEFT one by one", *PEFT.values())
+    add("frozen, plain", *PLAIN.values())
+    add("frozen, layers compiled", *COMPILED.values())
+    add("frozen, our backbone", OWN)
+    return Table(("", "tokens/s", "of frozen", "spread"), rows)
+
+
+def linears(result: Result) -> Table:
+    return Table(
+        ("linears of a layer", "in", "out", "frozen ms", "fused ms", "floor ms"),
+        [
+            (
+                textwrap.shorten(each.name.replace(",", " "), 28, placeholder=" ..."),
+                str(each.in_features),
+                str(each.out_features),
+                f"{each.ms_frozen:.3f}",
+                f"{each.ms_fused:.3f}",
+                f"{each.floor_ms:.3f}",
+            )
+            for each in result.linears
+        ],
+    )
+
+
+def sentences(result: Result) -> list[str]:
+    """What each figure means."""
+    found = []
+    if result.ratio_peft is not None:
+        found.append(
+            f"fused / PEFT one by one: {result.ratio_peft:.2f}x. The same jobs with PEFT, one "
+            "after another, in the better of padded and packed batches."
+        )
+    found += [
+        f"fused / one at a time in the same engine: {result.ratio_one_at_a_time:.2f}x. What fusing "
+        "gives by itself; what is left of a gain over PEFT is the engine's.",
+        f"fused / frozen backbone: {result.frozen_fraction:.2f}. The fastest pass over the same "
+        "tokens with no adapters is 1; what is missing is what the adapters cost.",
+    ]
+    overhead = result.engine_overhead_pct
+    if overhead is not None:
+        found.append(
+            f"Engine overhead: {overhead:.1f} % of the fused time is neither forward, backward nor "
+            "optimiser."
+        )
+    found += [
+        f"Adapters on the linears: {overhead_pct(result.linears):+.0f} % over the frozen ones; the "
+        f"floor is what {result.copy_bytes_per_s / 1e9:,.0f} GB/s of copying allows.",
+        f"Model FLOPs: {result.mfu:.0%} of a large product's "
+        f"{result.gemm_flops_per_s / 1e9:,.0f} GFLOP/s. A nano-batch takes "
+        f"{result.step_ms:,.1f} ms{_peak(result)}.",
+        f"Attaching one more job pauses the others for "
+        f"{result.pauses.attach_seconds * 1e3:,.1f} ms, detaching it for "
+        f"{result.pauses.detach_seconds * 1e3:,.1f} ms.",
+        _noise(result),
+        *(f"Note: {note}." for note in result.notes),
+    ]
+    return [line for text in found for line in wrapped(text)]
+
+
+def _noise(result: Result) -> str:
+    noise = result.rounds.noise_pct
+    if noise is None:
+        return "One round shows no noise: take --repeats 5 for figures to rely on."
+    return (
+        f"The largest spread of an arm is {noise:.0f} %, the drift within a round "
+        f"{result.rounds.drift_pct:+.0f} %: smaller differences say nothing."
+    )
+
+
+def _peak(result: Result) -> str:
+    if result.peak_bytes is None:
+        return ""
+    what = "the process grew by" if result.device.type == "cpu" else "memory peaked at"
+    return f"; {what} {result.peak_bytes / 2**20:,.0f} MiB"
+
+
+def wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_long_words=False)
+
+
+def text(result: Result) -> list[str]:
+    """All of it, without colour."""
+    parts: Sequence[list[str]] = (
+        title(result),
+        rates(result).lines(),
+        sentences(result),
+        linears(result).lines(),
+    )
+    return [line for part in parts for line in [*part, ""]]
