@@ -7,6 +7,7 @@ import torch
 from support.models import GPT2, GROUPED, SUPPORTED, super_model, tiny_model
 
 from tlora.core.errors import ModelError
+from tlora.kernels.attention.layout import attention_layout
 from tlora.kernels.attention.packed import packed_attention
 from tlora.model.probe import PROBE_WINDOW, find_groups, has_experts, short_windows
 from tlora.model.rope import length_limit
@@ -55,7 +56,8 @@ def test_attention_that_ignores_boundaries_is_refused(monkeypatch: pytest.Monkey
 
     def leaking(self, module, query, key, value, attention_mask, scaling=None, **others):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        return packed_attention(q, k, v, [len(q)], scale=scaling)[None], None
+        layout = attention_layout([len(q)], len(q), 1)
+        return packed_attention(q, k, v, layout, scale=scaling)[None], None
 
     monkeypatch.setattr(Routing, "attention", leaking)
     with pytest.raises(ModelError, match="LlamaForCausalLM gives other logits for packed"):

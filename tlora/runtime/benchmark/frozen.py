@@ -106,7 +106,7 @@ class OwnFrozen:
 
 def run_own(model: SuperModel, batch: PackedBatch) -> None:
     with model.routed(batch, train=True):
-        loss.backward(loss.token_losses(model.logits(batch), batch), batch)
+        loss.backward(model.token_losses(batch), batch)
 
 
 def packed_for_nobody(rows: Sequence[TokenSequence], device: torch.device) -> PackedBatch:

@@ -14,7 +14,7 @@ import torch
 
 from tlora.model.super_model import SuperModel
 from tlora.runtime.benchmark.machine import now
-from tlora.training import loss, optimiser
+from tlora.training import optimiser
 
 FORWARD, BACKWARD, OPTIMISER = "forward", "backward", "optimiser"
 
@@ -54,8 +54,7 @@ def clocked_phases(model: SuperModel) -> Iterator[Phases]:
     """While entered, the engine's calls are timed."""
     phases = Phases()
     places: list[tuple[object, str, str]] = [
-        (model, "logits", FORWARD),
-        (loss, "token_losses", FORWARD),
+        (model, "token_losses", FORWARD),
         (torch.autograd, "backward", BACKWARD),
         *(
             (optimiser, name, OPTIMISER)
