@@ -12,10 +12,14 @@ from typing import cast
 
 from tlora.config.layers import Fault
 from tlora.config.values import Tree
+from tlora.core.assets import DEMO
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FILE_SUFFIX = re.compile(r".*\.[A-Za-z][A-Za-z0-9]*")
 PATTERN = re.compile(r"[*?\[]")
+
+DEMO_NAME = "demo"
+"""The base model that comes with tlora, unless a checkpoint of that name is there."""
 
 
 def locate_job(values: Tree, folder: Path) -> tuple[Tree, list[Fault]]:
@@ -47,11 +51,17 @@ def locate_job(values: Tree, folder: Path) -> tuple[Tree, list[Fault]]:
 def locate_model(model: str, folder: Path) -> tuple[str, list[Fault]]:
     """A local directory as an absolute path; anything else is left for the Hub."""
     found = find(model, folder)
+    if model == DEMO_NAME and not is_checkpoint(found):
+        return str(DEMO / "base"), []
     if found is not None and os.path.isdir(found):
         return found, []
     if model.startswith(("./", "../", "/", "~")):
         return model, [Fault("base.model", f"no such model directory: '{model}'")]
     return model, []
+
+
+def is_checkpoint(path: str | None) -> bool:
+    return path is not None and os.path.isfile(os.path.join(path, "config.json"))
 
 
 def locate_data(

@@ -78,7 +78,7 @@ class BaseSpec:
     __pydantic_config__ = STRICT
 
     model: str
-    """A Hugging Face model id or a local directory."""
+    """A Hugging Face model id, a local directory, or `demo`: a tiny model that comes with tlora."""
 
     revision: str | None = None
     """Branch, tag or commit of a model on the Hub."""
