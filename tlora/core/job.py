@@ -62,11 +62,17 @@ def require(condition: bool, field_name: str, message: str) -> None:
         raise SpecError(message, field=field_name)
 
 
+def name_like(name: str) -> str:
+    """A name that would do in its place, as a question."""
+    near = re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("._-")[:63]
+    return f"; how about '{near}'?" if JOB_NAME.fullmatch(near) else ""
+
+
 def check_job_name(name: str) -> None:
     require(
         JOB_NAME.fullmatch(name) is not None,
         "name",
-        f"must match {JOB_NAME.pattern}, got '{name}'",
+        f"must match {JOB_NAME.pattern}, got '{name}'{name_like(name)}",
     )
     require(name not in RUN_FILES, "name", f"'{name}' is a file of the run directory")
 
