@@ -35,6 +35,9 @@ NOT_RUN = Counter(
 """All that the pages may leave out. The makefile's targets are looked up at least."""
 
 
+SERVER_OPTIONS = ("--lora-modules", "--lora-paths", "--max-lora-rank")
+"""Not ours: vLLM's and SGLang's."""
+
 JOBS = """base: Qwen/Qwen3-0.6B
 defaults: {lora: {r: 4}, max_steps: 4, eval: {split: 4, steps: 2}}
 jobs:
@@ -128,7 +131,7 @@ def test_the_verbs_and_options_that_pages_name_exist() -> None:
     """`tlora VERB` and `--option` in the text, where nothing runs them."""
     command = typer.main.get_command(app)
     verbs: dict = getattr(command, "commands", {})
-    options = {
+    options = {"--help", *SERVER_OPTIONS} | {
         option
         for each in (command, *verbs.values())
         for parameter in each.params
