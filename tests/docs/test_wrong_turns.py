@@ -1,5 +1,6 @@
 """A newcomer's wrong turns in an empty folder: each is answered by what to do instead."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -52,15 +53,15 @@ TURNS = {
         "name a directory that can be written",
     ),
     "starting over with nobody to ask": (
-        "tlora train jobs.yaml > log; tlora train jobs.yaml --fresh",
+        "tlora train jobs.yaml --fresh",
         "nothing was removed from runs/jobs; answer y, or add --yes",
     ),
     "a job directory for an adapter": (
-        "tlora train jobs.yaml > log; tlora verify runs/jobs/count",
+        "tlora verify runs/jobs/count",
         "did you mean runs/jobs/count/adapter?",
     ),
     "a run directory for an adapter": (
-        "tlora train jobs.yaml > log; tlora merge runs/jobs --output merged",
+        "tlora merge runs/jobs --output merged",
         "did you mean runs/jobs/count/adapter?",
     ),
     "no adapter at all": (
@@ -69,54 +70,57 @@ TURNS = {
     ),
     "a file for an adapter": ("tlora verify rows.jsonl", "is a file; name the directory of an ada"),
     "another base for an adapter": (
-        "tlora train jobs.yaml > log; tlora verify runs/jobs/count/adapter --base ./gone",
+        "tlora verify runs/jobs/count/adapter --base ./gone",
         "--base: no such model directory: './gone'",
     ),
     "a merged model that cannot be written": (
-        "tlora train jobs.yaml > log; tlora merge runs/jobs/count/adapter --output /proc/nowhere/m",
+        "tlora merge runs/jobs/count/adapter --output /proc/nowhere/m",
         "--output: /proc/nowhere/m cannot be written: ",
     ),
 }
+
+
+@pytest.fixture(scope="module")
+def finished(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the right way has been gone."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "rows.jsonl").write_text(ROWS)
+    (folder / "jobs.yaml").write_text(JOBS)
+    ran = shell.run("tlora check jobs.yaml && tlora train jobs.yaml", folder)
+    assert ran.code == 0 and "error" not in ran.output, ran.output
+    assert "nothing is evaluated" not in ran.output
+    return folder
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "folder"))
 
 
 @pytest.mark.parametrize(
     ("script", "parts"), [(script, parts) for script, *parts in TURNS.values()], ids=TURNS
 )
 def test_a_wrong_turn_is_answered(
-    script: str, parts: list[str], shell: Shell, tmp_path: Path
+    script: str, parts: list[str], shell: Shell, folder: Path
 ) -> None:
     """Exit code 2, one message, no traceback."""
-    (tmp_path / "rows.jsonl").write_text(ROWS)
-    (tmp_path / "jobs.yaml").write_text(JOBS)
-    ran = shell.run(script, tmp_path)
+    ran = shell.run(script, folder)
     assert ran.code == 2, ran.output
     assert ran.output.count("error: ") == 1 and "Traceback" not in ran.output
     for part in parts:
         assert part in ran.output
 
 
-def test_the_right_way_is_not_refused(shell: Shell, tmp_path: Path) -> None:
-    """What the turns above leave; asking to evaluate nothing is told, not refused."""
-    (tmp_path / "rows.jsonl").write_text(ROWS)
-    (tmp_path / "jobs.yaml").write_text(JOBS)
-    ran = shell.run("tlora check jobs.yaml && tlora train jobs.yaml", tmp_path)
-    assert ran.code == 0 and "error" not in ran.output
-    assert "nothing is evaluated" not in ran.output
-    ran = shell.run("tlora check jobs.yaml -o eval.steps=2", tmp_path)
+def test_asking_to_evaluate_without_held_out_rows_is_told(shell: Shell, folder: Path) -> None:
+    """Not refused: other jobs of the file may have some."""
+    ran = shell.run("tlora check jobs.yaml -o eval.steps=2", folder)
     assert ran.code == 0
     assert "nothing is evaluated: set eval.split or data.eval_path" in ran.output
 
 
-def test_the_base_of_the_demo_can_be_named_to_verify_and_merge(
-    shell: Shell, tmp_path: Path
-) -> None:
+def test_the_base_of_the_demo_can_be_named_to_verify_and_merge(shell: Shell, folder: Path) -> None:
     """As in a job file."""
-    (tmp_path / "rows.jsonl").write_text(ROWS)
-    (tmp_path / "jobs.yaml").write_text(JOBS)
-    ran = shell.run(
-        "tlora train jobs.yaml > log; tlora verify runs/jobs/count/adapter --base demo; "
-        "tlora merge runs/jobs/count/adapter --base demo --output merged",
-        tmp_path,
-    )
+    adapter = "runs/jobs/count/adapter --base demo"
+    ran = shell.run(f"tlora verify {adapter}; tlora merge {adapter} --output merged", folder)
     assert ran.code == 0, ran.output
-    assert (tmp_path / "merged" / "config.json").is_file()
+    assert (folder / "merged" / "config.json").is_file()
