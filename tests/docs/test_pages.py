@@ -104,7 +104,13 @@ def blocks_of(page: str) -> list[Block]:
     return read_page(REPOSITORY / page, page)
 
 
-@pytest.mark.parametrize("page", PAGES)
+SLOW = ("README.md", "docs/tutorial.md")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.slow] if page in SLOW else []) for page in PAGES],
+)
 def test_the_page_does_what_it_says(page: str, shell: Shell, tmp_path: Path) -> None:
     """Its blocks in order, in a folder with no more than SETUP puts there."""
     SETUP.get(page, lambda _: None)(tmp_path)
@@ -165,9 +171,27 @@ def test_the_index_names_every_page() -> None:
         assert path.name == "README.md" or f"]({path.name})" in index, path.name
 
 
-def test_links_between_pages_lead_somewhere() -> None:
-    """Relative links of all pages."""
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """Headings as links spell them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    broken: list[str] = []
+    for target, anchor in LINK.findall(page.read_text()):
+        path = page.parent / target if target else page
+        if "://" not in target and not (path.exists() and (not anchor or anchor in anchors(path))):
+            broken.append(f"{target}#{anchor}")
+    return broken
+
+
+def test_links_between_pages_lead_somewhere(tmp_path: Path) -> None:
+    """Relative ones, with their headings; a page with wrong ones is refused."""
     for page in PAGES:
-        for link in re.findall(r"\]\(([^)#]+)\)", (REPOSITORY / page).read_text()):
-            if "://" not in link:
-                assert (REPOSITORY / page).parent.joinpath(link).exists(), f"{page}: {link}"
+        assert not broken_links(REPOSITORY / page), page
+    (tmp_path / "a.md").write_text("# One two\n[x](a.md#one-two) [y](b.md) [z](a.md#two) [w](#one)")
+    assert broken_links(tmp_path / "a.md") == ["b.md#", "a.md#two", "#one"]
