@@ -22,7 +22,8 @@ def test_a_bad_file_ends_before_anything_heavy(job_file, runtime, tlora_command,
     assert captured.err.startswith("error: lora.rnk: unknown key; did you mean 'rank'?")
 
 
-def test_a_missing_file_is_named(tlora_command, capsys) -> None:
+def test_a_missing_file_is_named(tlora_command, tmp_path, monkeypatch, capsys) -> None:
     """In one line."""
+    monkeypatch.chdir(tmp_path)
     assert tlora_command("check", "nowhere.yaml") == 2
     assert capsys.readouterr().err == "error: nowhere.yaml: no such file\n"

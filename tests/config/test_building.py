@@ -21,8 +21,12 @@ def test_flat_settings_become_nested_dataclasses() -> None:
 
 def test_missing_data_and_a_missing_model_are_told_by_their_full_names() -> None:
     """Also where the whole section is missing."""
-    assert build_job({"name": "a"}, HERE) == [Fault("data.path", "is required")]
-    assert build_run({}, HERE) == [Fault("base.model", "is required")]
+    assert build_job({"name": "a"}, HERE) == [
+        Fault("data.path", "is required: a file or directory with the job's rows")
+    ]
+    assert build_run({}, HERE) == [
+        Fault("base.model", "is required: a model's name on the Hub, its directory, or demo")
+    ]
 
 
 @pytest.mark.parametrize("name", ["My Job", "a/b", "-a", "x" * 64, ".."])

@@ -3,7 +3,7 @@
 import pytest
 
 from tlora.config import load_spec
-from tlora.config.fields import ALIASES, JOB, section_of, short
+from tlora.config.fields import ALIASES, JOB, PER_DEVICE, section_of, short
 from tlora.core.errors import SpecError
 from tlora.core.job import JobSpec
 
@@ -17,6 +17,8 @@ SAMPLES = {
     "train.warmup_steps": 0.5,
     "train.num_train_epochs": 7.0,
     "train.max_length": 77,
+    "train.per_device_train_batch_size": 7,
+    "eval.split": 0.25,
     "eval.steps": 7,
     "save.steps": 7,
     "save.total_limit": 7,
@@ -34,6 +36,7 @@ def load_over(defaults: dict[str, object], **fields: object) -> JobSpec:
 
 
 def value_of(job: JobSpec, name: str) -> object:
+    name = "train.batch_size" if name == PER_DEVICE else name
     return getattr(getattr(job, section_of(name)), short(name))
 
 

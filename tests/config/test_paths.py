@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tlora.config import load_spec
+from tlora.core.assets import DEMO
 from tlora.core.errors import SpecError
 from tlora.core.job import RunSpec
 
@@ -132,6 +133,20 @@ def test_a_local_model_is_found_and_a_model_id_is_left_alone(folder: Path) -> No
     assert load(folder, base="model").base.model == str(folder / "model")
     assert load(folder, base="gpt2").base.model == "gpt2"
     assert load(folder, base="Qwen/Qwen3-8B").base.model == "Qwen/Qwen3-8B"
+
+
+def test_demo_is_the_base_that_comes_with_tlora(folder: Path) -> None:
+    """From any folder; a folder of that name without a checkpoint in it is no rival."""
+    assert load(folder, base="demo").base.model == str(DEMO / "base")
+    (folder / "demo").mkdir()
+    assert load(folder, base="demo").base.model == str(DEMO / "base")
+
+
+def test_a_checkpoint_called_demo_comes_before_the_one_that_comes_with_tlora(folder: Path) -> None:
+    """Who has one means it."""
+    (folder / "demo").mkdir()
+    (folder / "demo" / "config.json").touch()
+    assert load(folder, base="demo").base.model == str(folder / "demo")
 
 
 @pytest.mark.parametrize("name", ["./model", "../model", "/no/model", "~/no-model"])

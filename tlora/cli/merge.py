@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tlora.cli.options import AdapterDirectory, BaseModel
+from tlora.cli.options import AdapterDirectory, BaseModel, check_adapter
 from tlora.cli.output import print_lines
 
 
@@ -17,7 +17,11 @@ def merge(
     base: BaseModel = None,
 ) -> None:
     """Fold an adapter into its base model: a plain checkpoint."""
+    from tlora.config.paths import find_model
+
+    check_adapter(adapter)
+    model = find_model(base, "--base") if base else None
     # torch loads with this.
     from tlora.runtime.merging import merge_adapter
 
-    print_lines(merge_adapter(adapter, output, base))
+    print_lines(merge_adapter(adapter, output, model))

@@ -5,6 +5,10 @@ from typing import Annotated
 
 import typer
 
+from tlora.core.errors import AdapterError
+
+CONFIG = "adapter_config.json"
+
 JobFile = Annotated[Path, typer.Argument(metavar="FILE", help="A job file, YAML or JSON.")]
 
 Overrides = Annotated[
@@ -21,6 +25,22 @@ Overrides = Annotated[
 AdapterDirectory = Annotated[
     Path, typer.Argument(metavar="ADAPTER", help="A PEFT adapter directory.")
 ]
+
+
+def check_adapter(directory: Path) -> None:
+    """Refuses what is near an adapter, with the name of what was meant; what is damaged inside is
+    told when it is read."""
+    if directory.is_file():
+        raise AdapterError(f"{directory}: is a file; name the directory of an adapter")
+    if (directory / CONFIG).is_file():
+        return
+    inside = [folder.parent for folder in sorted(directory.glob(f"*/{CONFIG}"))]
+    deeper = [folder.parent for folder in sorted(directory.glob(f"*/adapter/{CONFIG}"))]
+    if inside or deeper:
+        raise AdapterError(
+            f"{directory}: not an adapter, but it holds some; did you mean {(inside + deeper)[0]}?"
+        )
+
 
 BaseModel = Annotated[
     str | None,

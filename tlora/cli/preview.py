@@ -22,11 +22,12 @@ def preview(
     """Show rows as the model sees them, with the trained tokens marked."""
     # The spec first: a typo should not wait for the libraries.
     from tlora.config import load_spec
+    from tlora.config.fields import nearest
 
     spec = load_spec(file, override or ())
     names = [each.name for each in spec.jobs]
     if job is not None and job not in names:
-        raise SpecError(f"no job '{job}' in {file}; it has {', '.join(names)}", field="--job")
+        raise SpecError(f"no job '{job}' in {file}; {nearest(job, names)}", field="--job")
 
     from tlora.runtime.previewing import preview_job
 

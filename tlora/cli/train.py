@@ -63,6 +63,8 @@ def ask_to_start_over(folder: Path) -> None:
     try:
         agreed = typer.confirm(f"Remove what {folder} holds and start over?", err=True)
     except typer.Abort:
+        # Nobody there to answer; the question's line is still open.
+        typer.echo(err=True)
         agreed = False
     if not agreed:
-        raise SpecError(f"--fresh: nothing was removed from {folder}; agree, or add --yes")
+        raise SpecError(f"--fresh: nothing was removed from {folder}; answer y, or add --yes")

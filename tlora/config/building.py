@@ -22,6 +22,12 @@ Spec = TypeVar("Spec")
 PLACEHOLDER = "unnamed"
 """Stands in for a bad name or for jobs not yet built, so that the rest can be checked too."""
 
+REQUIRED = {
+    "base.model": ": a model's name on the Hub, its directory, or demo",
+    "data.path": ": a file or directory with the job's rows",
+}
+"""What to write where something is missing."""
+
 
 def build_job(values: Tree, folder: Path) -> JobSpec | list[Fault]:
     located, faults = locate_job(values, folder)
@@ -83,5 +89,5 @@ def fault_of(details: ErrorDetails) -> Fault:
         return Fault(cause.field or "", cause.message)
     field = ".".join(str(part) for part in details["loc"])
     if details["type"] == "missing":
-        return Fault(field, "is required")
+        return Fault(field, f"is required{REQUIRED.get(field, '')}")
     return Fault(field, f"cannot be {shown(details['input'])}")

@@ -7,15 +7,21 @@ pattern becomes the files it matches. What is not found may still be a name on t
 import glob
 import os
 import re
+from difflib import get_close_matches
 from pathlib import Path
 from typing import cast
 
 from tlora.config.layers import Fault
 from tlora.config.values import Tree
+from tlora.core.assets import DEMO
+from tlora.core.errors import SpecError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FILE_SUFFIX = re.compile(r".*\.[A-Za-z][A-Za-z0-9]*")
 PATTERN = re.compile(r"[*?\[]")
+
+DEMO_NAME = "demo"
+"""The base model that comes with tlora, unless a checkpoint of that name is there."""
 
 
 def locate_job(values: Tree, folder: Path) -> tuple[Tree, list[Fault]]:
@@ -47,11 +53,27 @@ def locate_job(values: Tree, folder: Path) -> tuple[Tree, list[Fault]]:
 def locate_model(model: str, folder: Path) -> tuple[str, list[Fault]]:
     """A local directory as an absolute path; anything else is left for the Hub."""
     found = find(model, folder)
+    if model == DEMO_NAME and not is_checkpoint(found):
+        return str(DEMO / "base"), []
     if found is not None and os.path.isdir(found):
         return found, []
-    if model.startswith(("./", "../", "/", "~")):
+    if found is not None and FILE_SUFFIX.fullmatch(model):
+        return model, [Fault("base.model", f"'{model}' is a file; name the directory of a model")]
+    if model.startswith(("./", "../", "/", "~")) or model.count("/") > 1:
         return model, [Fault("base.model", f"no such model directory: '{model}'")]
     return model, []
+
+
+def find_model(name: str, option: str) -> str:
+    """The same for a command-line option, looked up where we stand."""
+    model, faults = locate_model(name, Path.cwd())
+    for fault in faults:
+        raise SpecError(fault.message, field=option)
+    return model
+
+
+def is_checkpoint(path: str | None) -> bool:
+    return path is not None and os.path.isfile(os.path.join(path, "config.json"))
 
 
 def locate_data(
@@ -67,7 +89,8 @@ def locate_data(
         located += found
         if not found:
             what = "no file matches" if PATTERN.search(name) else "no such file"
-            faults.append(Fault(field, f"{what}: '{name}' (looked in {folder})"))
+            guess = near_file(name, folder)
+            faults.append(Fault(field, f"{what}: '{name}' (looked in {folder}){guess}"))
     return (located[0] if isinstance(value, str) and len(located) == 1 else tuple(located)), faults
 
 
@@ -82,6 +105,17 @@ def files_of(name: str, folder: Path) -> list[str]:
             if matches := sorted(glob.glob(pattern, recursive=True)):
                 return [os.path.abspath(match) for match in matches]
     return [name] if HUB_ID.fullmatch(name) and not FILE_SUFFIX.fullmatch(name) else []
+
+
+def near_file(name: str, folder: Path) -> str:
+    """A file beside where it was looked for that is nearly called so, as a question."""
+    sought = folder / os.path.expanduser(name)
+    try:
+        names = [path.name for path in sought.parent.iterdir()]
+    except (OSError, ValueError):
+        return ""
+    close = get_close_matches(sought.name, names, n=1)
+    return f"; did you mean '{os.path.join(os.path.dirname(name), close[0])}'?" if close else ""
 
 
 def find(name: str, folder: Path) -> str | None:

@@ -9,17 +9,22 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from numbers import Integral, Real
 from pathlib import Path
 from typing import cast
 
 import yaml
 
-from tlora.config.values import Tree, is_tree
+from tlora.config.values import Tree, is_tree, listed
 from tlora.core.errors import SpecError
 
 MAX_NODES = 1_000_000
 """Values in a file once its anchors are written out: some ten thousand jobs."""
+
+DATA_SUFFIXES = {".jsonl", ".ndjson", ".csv", ".parquet"}
+JOB_SUFFIXES = {".yaml", ".yml"}
+"""JSON may be either, and is left out."""
 
 KEPT_TAGS = ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")
 
@@ -60,14 +65,42 @@ def read_source(source: str | os.PathLike[str] | Mapping[str, object]) -> Docume
 
 
 def read_text(path: Path) -> str:
+    if DATA_SUFFIXES & {suffix.lower() for suffix in path.suffixes}:
+        raise SpecError(
+            f"{path}: this is data, not a job file; name it in one, as data: {{path: {path.name}}}"
+        )
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise SpecError(f"{path}: no such file") from None
+        raise SpecError(f"{path}: no such file{job_files_beside(path)}") from None
+    except IsADirectoryError:
+        raise SpecError(f"{path}: is a directory{job_files_in(path)}") from None
     except UnicodeDecodeError as error:
         raise SpecError(f"{path}: not UTF-8 text (byte {error.start})") from None
     except OSError as error:
         raise SpecError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def job_files_beside(path: Path) -> str:
+    """The file that was meant, as far as it can be guessed."""
+    names = yaml_files(path.parent)
+    close = get_close_matches(path.name, names, n=1)
+    if close:
+        return f"; did you mean '{path.with_name(close[0])}'?"
+    return f"; this folder has {listed(names)}" if names else ""
+
+
+def job_files_in(folder: Path) -> str:
+    """What a directory was given for."""
+    names = yaml_files(folder)
+    return f"; name a job file, such as '{folder / names[0]}'" if names else "; name a job file"
+
+
+def yaml_files(folder: Path) -> list[str]:
+    try:
+        return sorted(path.name for path in folder.iterdir() if path.suffix in JOB_SUFFIXES)
+    except OSError:
+        return []
 
 
 def plain(value: object) -> object:

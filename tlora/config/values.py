@@ -6,6 +6,7 @@ has the last word.
 """
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeGuard, Union, get_args, get_origin
@@ -142,6 +143,12 @@ def described(annotation: object) -> str:
     if NoneType in wanted:
         parts.append("null")
     return " or ".join(parts)
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """The first few, and how many more."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def shown(value: object) -> str:

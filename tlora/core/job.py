@@ -62,11 +62,17 @@ def require(condition: bool, field_name: str, message: str) -> None:
         raise SpecError(message, field=field_name)
 
 
+def name_like(name: str) -> str:
+    """A name that would do in its place, as a question."""
+    near = re.sub(r"[^a-z0-9._-]+", "-", name.lower()).strip("._-")[:63]
+    return f"; how about '{near}'?" if JOB_NAME.fullmatch(near) else ""
+
+
 def check_job_name(name: str) -> None:
     require(
         JOB_NAME.fullmatch(name) is not None,
         "name",
-        f"must match {JOB_NAME.pattern}, got '{name}'",
+        f"must match {JOB_NAME.pattern}, got '{name}'{name_like(name)}",
     )
     require(name not in RUN_FILES, "name", f"'{name}' is a file of the run directory")
 
@@ -78,7 +84,7 @@ class BaseSpec:
     __pydantic_config__ = STRICT
 
     model: str
-    """A Hugging Face model id or a local directory."""
+    """A Hugging Face model id, a local directory, or `demo`: a tiny model that comes with tlora."""
 
     revision: str | None = None
     """Branch, tag or commit of a model on the Hub."""

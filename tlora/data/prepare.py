@@ -126,7 +126,9 @@ def _tokenised(
     rows = read_rows(sources)
     first = next(rows, None)
     if first is None:
-        raise DataError("the dataset holds no rows", path=", ".join(paths))
+        raise DataError(
+            "the dataset holds no rows; name files that do in data.path", path=", ".join(paths)
+        )
     detection = detect(first, data)
     examples = read_examples(chain((first,), rows), data, detection)
     renderer = Renderer(tokenizer, template=template, train_on=data.train_on)

@@ -28,7 +28,15 @@ def check_run(spec: RunSpec) -> list[str]:
         parameters = sum(job.lora.r * (t.in_features + t.out_features) for t in chosen)
         lines.append(f"{job.name}: {len(chosen)} linears, {parameters:,} trained parameters")
         lines += [f"  {line}" for line in prepared[job.name].report.lines()]
+        if prepared[job.name].evaluation is None and asks_to_evaluate(job):
+            lines.append(
+                "  no rows are held out, so nothing is evaluated: set eval.split or data.eval_path"
+            )
     return lines
+
+
+def asks_to_evaluate(job: JobSpec) -> bool:
+    return job.eval.steps is not None or job.eval.patience is not None
 
 
 def check_targets(spec: RunSpec, targets: dict[str, Target]) -> None:

@@ -68,7 +68,10 @@ class RunDirectory:
                 self._remove_run()
         except OSError as error:
             reason = error.strerror or error
-            raise SpecError(f"--output: {self.root} cannot be used: {reason}") from error
+            raise SpecError(
+                f"--output: {self.root} cannot be used: {reason}; name a directory that can be "
+                "written"
+            ) from error
 
     def take(self) -> None:
         """Refuse to work in a directory in which another process does."""

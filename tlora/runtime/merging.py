@@ -44,8 +44,14 @@ def merge_adapter(directory: Path, output: Path, base: str | None = None) -> lis
         model.save_pretrained(staged)
         load_tokenizer(spec).save_pretrained(staged)
 
-    output.parent.mkdir(parents=True, exist_ok=True)
-    replace_directory(output, fill)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        replace_directory(output, fill)
+    except OSError as error:
+        raise SpecError(
+            f"{output} cannot be written: {error.strerror or error}; name a directory that can",
+            field="--output",
+        ) from error
     return [
         f"{output}: {spec.model} with {directory}, rank {adapter.r}, merged into "
         f"{len(adapter.weights)} linears",
