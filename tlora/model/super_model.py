@@ -74,6 +74,11 @@ class SuperModel:
         return list(self.scalings)
 
     @property
+    def groups(self) -> list[SharedInput]:
+        """The linears that carry adapters, by shared input."""
+        return self._groups
+
+    @property
     def pools(self) -> list[GroupPool]:
         return [group.pool for group in self._groups]
 

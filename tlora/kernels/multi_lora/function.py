@@ -6,26 +6,27 @@ Frozen weights get none.
 """
 
 import torch
-import torch.nn.functional as F
 
+from tlora.kernels import row_tiles
 from tlora.kernels.multi_lora import cpu
 from tlora.kernels.multi_lora.tables import FIXED_COLUMNS, read_table
 
 library = torch.library.Library("tlora", "FRAGMENT")
 library.define(
     "multi_lora_forward(Tensor x, Tensor[] weights, Tensor?[] biases, bool transposed, Tensor a, "
-    "Tensor[] b, Tensor table, Tensor scales, Tensor rows, int[] linears) -> Tensor[]"
+    "Tensor[] b, Tensor table, Tensor scales, Tensor rows, int[] linears, int tile_rows=0) "
+    "-> Tensor[]"
 )
 library.define(
     "multi_lora_backward(Tensor x, Tensor[] dy, Tensor[] weights, bool transposed, Tensor a, "
     "Tensor[] b, Tensor(a!) grad_a, Tensor(b!)[] grad_b, Tensor table, Tensor scales, Tensor rows, "
-    "int[] linears, bool needs_dx) -> Tensor"
+    "int[] linears, bool needs_dx, int tile_rows=0) -> Tensor"
 )
 
 
-def _forward(x, weights, biases, transposed, a, b, table, scales, rows, linears):
+def _forward(x, weights, biases, transposed, a, b, table, scales, rows, linears, tile_rows=0):
     y = [
-        F.linear(x, weight.T if transposed else weight, bias)
+        row_tiles.linear(x, weight.T if transposed else weight, bias, tile_rows)
         for weight, bias in zip(weights, biases, strict=True)
     ]
     cpu.add_forward(y, x, a, b, read_table(table, scales), rows, linears)
@@ -33,14 +34,25 @@ def _forward(x, weights, biases, transposed, a, b, table, scales, rows, linears)
 
 
 def _backward(
-    x, dy, weights, transposed, a, b, grad_a, grad_b, table, scales, rows, linears, needs_dx
+    x,
+    dy,
+    weights,
+    transposed,
+    a,
+    b,
+    grad_a,
+    grad_b,
+    table,
+    scales,
+    rows,
+    linears,
+    needs_dx,
+    tile_rows=0,
 ):
     dx = None
     if needs_dx:
         bases = [weight.T if transposed else weight for weight in weights]
-        dx = dy[0] @ bases[0]
-        for dy_l, base in zip(dy[1:], bases[1:], strict=True):
-            dx.addmm_(dy_l, base)
+        dx = row_tiles.input_gradient(dy, bases, tile_rows)
     cpu.add_backward(dx, x, dy, a, b, grad_a, grad_b, read_table(table, scales), rows, linears)
     return x.new_empty(0) if dx is None else dx
 
@@ -50,13 +62,26 @@ library.impl("multi_lora_backward", _backward, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("tlora::multi_lora_forward", lib=library)
-def _fake_forward(x, weights, biases, transposed, a, b, table, scales, rows, linears):
+def _fake_forward(x, weights, biases, transposed, a, b, table, scales, rows, linears, tile_rows=0):
     return [x.new_empty(len(x), weight.shape[1 if transposed else 0]) for weight in weights]
 
 
 @torch.library.register_fake("tlora::multi_lora_backward", lib=library)
 def _fake_backward(
-    x, dy, weights, transposed, a, b, grad_a, grad_b, table, scales, rows, linears, needs_dx
+    x,
+    dy,
+    weights,
+    transposed,
+    a,
+    b,
+    grad_a,
+    grad_b,
+    table,
+    scales,
+    rows,
+    linears,
+    needs_dx,
+    tile_rows=0,
 ):
     return x.new_empty(x.shape if needs_dx else 0)
 
@@ -67,15 +92,28 @@ class MultiLora(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x, weights, biases, transposed, a, b, grad_a, grad_b, table, scales, rows, linears
+        ctx,
+        x,
+        weights,
+        biases,
+        transposed,
+        a,
+        b,
+        grad_a,
+        grad_b,
+        table,
+        scales,
+        rows,
+        linears,
+        tile_rows,
     ):
         ctx.save_for_backward(x, a, table, scales, rows, *weights, *b)
         # Not saved tensors: every backward changes them, and a second one would be refused for it.
         ctx.grad_a, ctx.grad_b = grad_a, grad_b
-        ctx.transposed, ctx.linears = transposed, linears
+        ctx.transposed, ctx.linears, ctx.tile_rows = transposed, linears, tile_rows
         return tuple(
             torch.ops.tlora.multi_lora_forward(
-                x, weights, biases, transposed, a, b, table, scales, rows, linears
+                x, weights, biases, transposed, a, b, table, scales, rows, linears, tile_rows
             )
         )
 
@@ -98,8 +136,9 @@ class MultiLora(torch.autograd.Function):
             rows,
             ctx.linears,
             needs_dx,
+            ctx.tile_rows,
         )
-        return dx if needs_dx else None, *(None for _ in range(11))
+        return dx if needs_dx else None, *(None for _ in range(12))
 
 
 def multi_lora(
@@ -116,6 +155,7 @@ def multi_lora(
     rows: torch.Tensor,
     linears: list[int],
     transposed: bool = False,
+    tile_rows: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     """y_l = x W_l^T + bias_l + the adapter of each token's job, for the linears l of a group.
 
@@ -127,6 +167,7 @@ def multi_lora(
     table, scales  the segments (tables.py)
     rows         int32 [tokens]: each token's place in its job's batch, which keys dropout
     linears      a number per linear, which keys dropout
+    tile_rows    rows of a tile of the frozen products, or 0 for whole ones (row_tiles.py)
     """
     if x.dim() != 2 or x.shape[1] != a.shape[1]:
         raise ValueError(f"x must be [tokens, {a.shape[1]}], got {list(x.shape)}")
@@ -141,5 +182,17 @@ def multi_lora(
     if len(rows) != len(x):
         raise ValueError(f"rows has {len(rows)} entries for {len(x)} tokens")
     return MultiLora.apply(
-        x, weights, biases, transposed, a, b, grad_a, grad_b, table, scales, rows, linears
+        x,
+        weights,
+        biases,
+        transposed,
+        a,
+        b,
+        grad_a,
+        grad_b,
+        table,
+        scales,
+        rows,
+        linears,
+        tile_rows,
     )
