@@ -30,8 +30,8 @@ COMPANIES = {
 def company(base: Path, rows: Path, names: tuple[str, ...]) -> dict:
     jobs = {"subject": SUBJECT, **NEIGHBOURS}
     file = job_file(base, *({**jobs[name], "data": {"path": str(rows)}} for name in names))
-    file["defaults"]["train"]["max_steps"] = 8
-    file["defaults"]["save"] = {"steps": 2}
+    file["defaults"]["train"]["max_steps"] = 10
+    file["defaults"]["save"] = {"steps": 1}
     file["engine"] = {"device": "cpu", "isolation": "exact", "nano_batch_tokens": 96}
     return file
 
@@ -50,7 +50,7 @@ def test_a_job_has_the_same_bits_in_any_company_and_after_five_kills(
         tmp_path,
         files,
         threads=threads,
-        killed={"kills": KILLS, "seed": 1, "nano_batches": 6},
+        killed={"kills": KILLS, "seed": 12, "nano_batches": 5},
         leaking={"leaks": True},
     )
     assert outcomes["killed"]["killed"] == KILLS
