@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check format clean system-deps
+.PHONY: demo test kills check format clean system-deps
 
 demo: $(STAMP)
 	$(BIN)/tlora demo
@@ -12,6 +12,10 @@ demo: $(STAMP)
 # Where CI is set nothing may be skipped for want of a package.
 test: $(STAMP) $(if $(CI),system-deps)
 	$(BIN)/python -m pytest
+
+# A hundred seeded kills with SIGKILL instead of the suite's ten; prints what it found.
+kills: $(STAMP)
+	TLORA_KILLS=100 $(BIN)/python -m pytest tests/runtime/test_resuming.py -k kills -s
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

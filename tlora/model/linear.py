@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from tlora.kernels import row_tiles
 from tlora.kernels.multi_lora import multi_lora
 from tlora.model.pool import GroupPool
 from tlora.model.routing import Routing
@@ -27,6 +28,9 @@ class SharedInput:
         self.pool = pool
         self.routing = routing
         self.transposed = pool.targets[0].transposed
+        self.tile_rows = 0
+        """Rows of a tile where whole products would not keep their bits (row_probe.py)."""
+
         self._input: torch.Tensor | None = None
         self._ready: dict[int, torch.Tensor] = {}
 
@@ -58,6 +62,7 @@ class SharedInput:
             rows=self.routing.rows,
             linears=self.numbers,
             transposed=self.transposed,
+            tile_rows=self.tile_rows,
         )
         return [y.view(*x.shape[:-1], -1) for y in outputs]
 
@@ -74,3 +79,19 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.group.output(self.index, x)
+
+
+class TiledLinear(nn.Module):
+    """A linear without adapters, the output head say, computed in tiles of rows."""
+
+    def __init__(self, linear: Linear, tile_rows: int) -> None:
+        super().__init__()
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.transposed = isinstance(linear, Conv1D)
+        self.tile_rows = tile_rows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.T if self.transposed else self.weight
+        y = row_tiles.linear(x.reshape(-1, x.shape[-1]), weight, self.bias, self.tile_rows)
+        return y.view(*x.shape[:-1], -1)

@@ -92,6 +92,11 @@ class SuperModel:
         return list(self.scalings)
 
     @property
+    def groups(self) -> list[SharedInput]:
+        """The linears that carry adapters, by shared input."""
+        return self._groups
+
+    @property
     def pools(self) -> list[GroupPool]:
         return [group.pool for group in self._groups]
 
@@ -167,18 +172,8 @@ class SuperModel:
         head = self._head
         if head is None:
             return F.cross_entropy(self.logits(batch), batch.targets, reduction="none")
-        hidden = head.hidden(batch)
-        if not self.routing.per_sequence:
-            rows = hidden[batch.predicting]
-            return linear_cross_entropy(rows, head.weight, head.bias, batch.targets)
-        # As in `logits`; and in one piece, for the last of several might be smaller.
-        targets = batch.targets.new_zeros(len(hidden)).index_copy_(
-            0, batch.predicting, batch.targets
-        )
-        losses = linear_cross_entropy(
-            hidden, head.weight, head.bias, targets, chunk_rows=len(hidden)
-        )
-        return losses[batch.predicting]
+        rows = head.hidden(batch)[batch.predicting]
+        return linear_cross_entropy(rows, head.weight, head.bias, batch.targets)
 
     def check_integrity(self) -> None:
         for pool in self.pools:
@@ -212,7 +207,8 @@ class SuperModel:
         self._replace_attention()
         separate_sequences(self.model, self.routing)
         check_packing(self.model, self._probe_logits, own)
-        self._head = self._probe_head()
+        if not self.routing.per_sequence:
+            self._head = self._probe_head()
 
     def _replace_linears(self, reserve_rows: int) -> list[SharedInput]:
         numbers = {path: number for number, path in enumerate(self.targets)}

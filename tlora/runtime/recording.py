@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from tlora.core.errors import TloraError
@@ -43,6 +44,9 @@ class Recorder:
         """By job: what its checkpoints say of its data."""
 
         self._drivers: dict[str, JobDriver] = {}
+        self._unrecorded: set[str] = set()
+        """Jobs of which something has happened that is not on disk in full yet."""
+
         self._started = time.perf_counter()
         self._last_step: dict[str, float] = {}
 
@@ -87,6 +91,14 @@ class Recorder:
         for failure in self._writer.failures():
             self.progress.say(f"{failure.job}: {failure.reason}")
 
+    def rescue(self, drivers: list[JobDriver]) -> None:
+        """The loop broke: save the jobs that are whole, and raise nothing, for an error is on its
+        way. The others have their last checkpoints."""
+        for driver in drivers:
+            if self._is_whole(driver):
+                with suppress(Exception):
+                    self.save([driver])
+
     def close(self) -> None:
         self.progress.close()
         self.sinks.close_all()
@@ -107,6 +119,7 @@ class Recorder:
         self.progress.on_nano_batch(outcome)
 
     def on_step(self, driver: JobDriver, done: StepDone) -> None:
+        self._unrecorded.add(driver.name)
         now = time.perf_counter()
         seconds = now - self._last_step[driver.name]
         self._last_step[driver.name] = now
@@ -121,17 +134,20 @@ class Recorder:
                 nano_batches=done.nano_batches,
                 tokens_per_s=round(done.tokens / max(seconds, 1e-9), 1),
             )
+        self._unrecorded.remove(driver.name)
         every = driver.spec.save.steps
         if every is not None and done.step % every == 0 and done.step < driver.total_steps:
             self._checkpoint(driver)
         self.progress.on_step(driver, done)
 
     def on_evaluation(self, driver: JobDriver, done: EvaluationDone) -> None:
+        self._unrecorded.add(driver.name)
         self._last_step[driver.name] = time.perf_counter()
         self._metrics(driver, "eval", loss=done.loss, target_tokens=done.target_tokens)
         best = driver.best
         if best is not None and best.step == done.step and best.weights is not None:
             self._export(driver, best.weights, "best")
+        self._unrecorded.remove(driver.name)
         self.progress.on_evaluation(driver, done)
 
     def on_end(self, driver: JobDriver) -> None:
@@ -180,6 +196,15 @@ class Recorder:
             self.directory.job(driver.name) / "checkpoints",
             Checkpoint(self.engine.state(driver.name), progress),
             keep=driver.spec.save.total_limit,
+        )
+
+    def _is_whole(self, driver: JobDriver) -> bool:
+        """Engine, driver and metrics stand at the same step."""
+        return (
+            driver.name in self.engine.jobs
+            and driver.name not in self._unrecorded
+            and driver.status is not Status.PAUSED
+            and self.engine.step(driver.name) == driver.step
         )
 
     def _pause(self, failure: SaveFailed) -> None:

@@ -2,9 +2,10 @@
 
 import platform
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import transformers
 
@@ -35,6 +36,7 @@ from tlora.runtime.resuming import Resumption, check_unchanged, resumption
 from tlora.runtime.sinks import Sinks, check_trackers
 from tlora.training.driver import JobDriver
 from tlora.training.engine import Engine
+from tlora.training.exactness import Exactness, prove_exact
 from tlora.training.loop import run_jobs
 
 DEFAULT_BUDGET = {"cpu": 1024, "cuda": 8192}
@@ -75,6 +77,10 @@ def train(
     for name, prepared in data.items():
         progress.say(*(f"{name}: {line}" for line in prepared.report.lines()))
     model = load_super_model(spec, device)
+    proof = None
+    if spec.engine.isolation == "exact":
+        proof = show_exact(model, spec, data, budget)
+        progress.say(proof.line)
     starts = {job.name: adapter_start(job, model) for job in spec.jobs}
 
     engine = Engine(
@@ -91,11 +97,15 @@ def train(
         # Jobs of an earlier command that this one leaves out keep their settings on record.
         recorded = replace(spec, jobs=(*spec.jobs, *absent))
         replace_text(directory.root / "resolved.yaml", dump_spec(recorded))
-        directory.write_json(directory.root / "run.json", describe_run(spec, device))
+        directory.write_json(directory.root / "run.json", describe_run(spec, device, proof))
         drivers = enter_jobs(spec, data, starts, recorder)
         recorder.start(drivers, budget)
         with interruptible(on_first=progress.on_interrupt) as interrupt:
-            unfinished = run_jobs(engine, drivers, recorder, should_stop=interrupt)
+            try:
+                unfinished = run_jobs(engine, drivers, recorder, should_stop=interrupt)
+            except Exception:
+                recorder.rescue(drivers)
+                raise
         recorder.save(unfinished)
     finally:
         recorder.close()
@@ -193,13 +203,27 @@ def nano_batch_tokens(spec: RunSpec, device: torch.device, data: dict[str, Prepa
     return budget
 
 
-def describe_run(spec: RunSpec, device: torch.device) -> dict[str, object]:
+def show_exact(
+    model: SuperModel, spec: RunSpec, data: dict[str, PreparedData], budget: int
+) -> Exactness:
+    """On the jobs' own ranks, and lengths from their shortest row to their longest."""
+    lengths = np.concatenate([prepared.train.lengths for prepared in data.values()])
+    return prove_exact(
+        model,
+        budget,
+        ranks={job.lora.r for job in spec.jobs},
+        lengths=[int(length) for length in np.quantile(lengths, (0.0, 0.5, 1.0), method="nearest")],
+    )
+
+
+def describe_run(spec: RunSpec, device: torch.device, proof: Exactness | None) -> dict[str, object]:
     return {
         "v": 1,
         "base": spec.base.model,
         "jobs": [job.name for job in spec.jobs],
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "isolation": spec.engine.isolation,
+        "exact": asdict(proof) if proof else None,
         "versions": {
             "tlora": tlora.__version__,
             "torch": torch.__version__,

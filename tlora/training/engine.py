@@ -86,6 +86,10 @@ class Engine:
         self._suspects = [other for other in self._suspects if other != name]
         return state
 
+    def step(self, name: str) -> int:
+        """Steps the job has taken, all told."""
+        return self._job(name).step
+
     def state(self, name: str) -> JobState:
         """A copy of all that the job's later steps depend on, in host memory."""
         job = self._job(name)

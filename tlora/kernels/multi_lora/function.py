@@ -6,8 +6,8 @@ Frozen weights get none. A route says which kernels run: plain products per segm
 """
 
 import torch
-import torch.nn.functional as F
 
+from tlora.kernels import row_tiles
 from tlora.kernels.multi_lora import cpu
 from tlora.kernels.multi_lora.routes import Route, blocks_of
 from tlora.kernels.multi_lora.tables import FIXED_COLUMNS, read_table
@@ -16,23 +16,27 @@ from tlora.kernels.multi_lora.tables import FIXED_COLUMNS, read_table
 library = torch.library.Library("tlora", "FRAGMENT")
 library.define(
     "multi_lora_forward(Tensor x, Tensor[] weights, Tensor?[] biases, bool transposed, Tensor a, "
-    "Tensor[] b, Tensor table, Tensor extra, int layout, Tensor rows, int[] linears) "
-    "-> Tensor[]"
+    "Tensor[] b, Tensor table, Tensor extra, int layout, Tensor rows, int[] linears, "
+    "int tile_rows=0) -> Tensor[]"
 )
 library.define(
     "multi_lora_backward(Tensor x, Tensor[] dy, Tensor s, Tensor[] weights, bool transposed, "
     "Tensor a, Tensor[] b, Tensor(a!) grad_a, Tensor(b!)[] grad_b, Tensor table, Tensor extra, "
-    "int layout, Tensor rows, int[] linears, bool needs_dx) -> Tensor"
+    "int layout, Tensor rows, int[] linears, bool needs_dx, int tile_rows=0) -> Tensor"
 )
 
 
-def _forward(x, weights, biases, transposed, a, b, table, extra, layout, rows, linears):
+def _forward(
+    x, weights, biases, transposed, a, b, table, extra, layout, rows, linears, tile_rows=0
+):
     """The outputs, and S for backward."""
     route = Route(table, extra, layout)
     if not route.is_table:
-        return _triton_forward(x, weights, biases, transposed, a, b, route, rows, linears)
+        return _triton_forward(
+            x, weights, biases, transposed, a, b, route, rows, linears, tile_rows
+        )
     y = [
-        F.linear(x, weight.T if transposed else weight, bias)
+        row_tiles.linear(x, weight.T if transposed else weight, bias, tile_rows)
         for weight, bias in zip(weights, biases, strict=True)
     ]
     s = a.new_empty(len(x), route.s_width)
@@ -40,7 +44,7 @@ def _forward(x, weights, biases, transposed, a, b, table, extra, layout, rows, l
     return [*y, s]
 
 
-def _triton_forward(x, weights, biases, transposed, a, b, route, rows, linears):
+def _triton_forward(x, weights, biases, transposed, a, b, route, rows, linears, tile_rows):
     # Imported where it runs: a machine without a GPU need not have Triton.
     from tlora.kernels.multi_lora import triton_forward
 
@@ -51,30 +55,33 @@ def _triton_forward(x, weights, biases, transposed, a, b, route, rows, linears):
         y, x, a, b, blocks_of(route), rows, linears, write=True, biases=biases
     )
     for y_l, weight in zip(y, weights, strict=True):
-        y_l.addmm_(x, weight if transposed else weight.T)
+        if tile_rows:
+            y_l += row_tiles.linear(x, weight.T if transposed else weight, None, tile_rows)
+        else:
+            y_l.addmm_(x, weight if transposed else weight.T)
     return [*y, s]
 
 
 def _backward(
     x, dy, s, weights, transposed, a, b, grad_a, grad_b, table, extra, layout, rows, linears,
-    needs_dx,
+    needs_dx, tile_rows=0,
 ):  # fmt: skip
     bases = [weight.T if transposed else weight for weight in weights]
     route = Route(table, extra, layout)
     if not route.is_table:
-        dx = _triton_backward(x, dy, s, bases, a, b, grad_a, grad_b, route, rows, linears, needs_dx)
+        dx = _triton_backward(
+            x, dy, s, bases, a, b, grad_a, grad_b, route, rows, linears, needs_dx, tile_rows
+        )
         return x.new_empty(0) if dx is None else dx
-    dx = None
-    if needs_dx:
-        dx = dy[0] @ bases[0]
-        for dy_l, base in zip(dy[1:], bases[1:], strict=True):
-            dx.addmm_(dy_l, base)
+    dx = row_tiles.input_gradient(dy, bases, tile_rows) if needs_dx else None
     segments = read_table(table, extra)
     cpu.add_backward(dx, x, dy, s, a, b, grad_a, grad_b, segments, rows, linears)
     return x.new_empty(0) if dx is None else dx
 
 
-def _triton_backward(x, dy, s, bases, a, b, grad_a, grad_b, route, rows, linears, needs_dx):
+def _triton_backward(
+    x, dy, s, bases, a, b, grad_a, grad_b, route, rows, linears, needs_dx, tile_rows
+):
     from tlora.kernels.multi_lora import triton_backward
 
     x = x.contiguous()
@@ -82,9 +89,12 @@ def _triton_backward(x, dy, s, bases, a, b, grad_a, grad_b, route, rows, linears
     triton_backward.add_backward(
         dx, x, dy, s, a, b, grad_a, grad_b, blocks_of(route), rows, linears, write=True
     )
-    if dx is not None:
-        for dy_l, base in zip(dy, bases, strict=True):
-            dx.addmm_(dy_l, base)
+    if dx is None:
+        return None
+    if tile_rows:
+        return dx + row_tiles.input_gradient(dy, bases, tile_rows)
+    for dy_l, base in zip(dy, bases, strict=True):
+        dx.addmm_(dy_l, base)
     return dx
 
 
@@ -97,7 +107,9 @@ library.impl("multi_lora_backward", _backward, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("tlora::multi_lora_forward", lib=library)
-def _fake_forward(x, weights, biases, transposed, a, b, table, extra, layout, rows, linears):
+def _fake_forward(
+    x, weights, biases, transposed, a, b, table, extra, layout, rows, linears, tile_rows=0
+):
     y = [x.new_empty(len(x), _out_features(weight, transposed)) for weight in weights]
     route = Route(table, extra, layout)
     like = a if route.is_table else x
@@ -107,7 +119,7 @@ def _fake_forward(x, weights, biases, transposed, a, b, table, extra, layout, ro
 @torch.library.register_fake("tlora::multi_lora_backward", lib=library)
 def _fake_backward(
     x, dy, s, weights, transposed, a, b, grad_a, grad_b, table, extra, layout, rows, linears,
-    needs_dx,
+    needs_dx, tile_rows=0,
 ):  # fmt: skip
     return x.new_empty(x.shape if needs_dx else 0)
 
@@ -116,14 +128,17 @@ class MultiLora(torch.autograd.Function):
     """Saves x and S; dropout masks are made again in backward."""
 
     @staticmethod
-    def forward(ctx, x, weights, biases, transposed, a, b, grad_a, grad_b, route, rows, linears):
+    def forward(
+        ctx, x, weights, biases, transposed, a, b, grad_a, grad_b, route, rows, linears, tile_rows
+    ):
         *y, s = torch.ops.tlora.multi_lora_forward(
-            x, weights, biases, transposed, a, b, *route, rows, linears
+            x, weights, biases, transposed, a, b, *route, rows, linears, tile_rows
         )
         ctx.save_for_backward(x, s, a, route.table, rows, *weights, *b)
         # Not saved tensors: kernels change them, and a second backward would be refused for it.
         ctx.grad_a, ctx.grad_b, ctx.extra = grad_a, grad_b, route.extra
-        ctx.layout, ctx.transposed, ctx.linears = route.layout, transposed, linears
+        ctx.layout, ctx.transposed = route.layout, transposed
+        ctx.linears, ctx.tile_rows = linears, tile_rows
         return tuple(y)
 
     @staticmethod
@@ -147,8 +162,9 @@ class MultiLora(torch.autograd.Function):
             rows,
             ctx.linears,
             needs_dx,
+            ctx.tile_rows,
         )
-        return dx if needs_dx else None, *(None for _ in range(10))
+        return dx if needs_dx else None, *(None for _ in range(11))
 
 
 def multi_lora(
@@ -164,6 +180,7 @@ def multi_lora(
     rows: torch.Tensor,
     linears: list[int],
     transposed: bool = False,
+    tile_rows: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     """y_l = x W_l^T + bias_l + the adapter of each token's job, for the linears l of a group.
 
@@ -175,6 +192,7 @@ def multi_lora(
     route        the segments (routes.py)
     rows         int32 [tokens]: each token's place in its job's batch, which keys dropout
     linears      a number per linear, which keys dropout
+    tile_rows    rows of a tile of the frozen products, or 0 for whole ones (row_tiles.py)
     """
     if x.dim() != 2 or x.shape[1] != a.shape[1]:
         raise ValueError(f"x must be [tokens, {a.shape[1]}], got {list(x.shape)}")
@@ -189,5 +207,5 @@ def multi_lora(
     if len(rows) != len(x):
         raise ValueError(f"rows has {len(rows)} entries for {len(x)} tokens")
     return MultiLora.apply(
-        x, weights, biases, transposed, a, b, grad_a, grad_b, route, rows, linears
+        x, weights, biases, transposed, a, b, grad_a, grad_b, route, rows, linears, tile_rows
     )

@@ -1,0 +1,62 @@
+"""`isolation: exact` from a job file to adapters on disk: the same bits in any company, after any
+kill, with one thread and with two."""
+
+from pathlib import Path
+
+import pytest
+from support.kills import carry_out, same_end
+from support.runs import job_file, write_rows
+
+KILLS = 5
+SUBJECT = {
+    "name": "subject",
+    "lora": {"r": 4, "lora_dropout": 0.2},
+    "train": {"batch_size": 3, "seed": 5},
+    "eval": {"split": 4, "steps": 4},
+}
+NEIGHBOURS = {
+    "wide": {"name": "wide", "lora": {"r": 8}, "train": {"batch_size": 5}},
+    "one": {"name": "one", "lora": {"r": 1}, "train": {"batch_size": 1, "seed": 3}},
+    "brief": {"name": "brief", "train": {"max_steps": 2, "batch_size": 7}},
+}
+COMPANIES = {
+    "alone": ("subject",),
+    "first": ("subject", "wide", "one"),
+    "last": ("one", "brief", "wide", "subject"),
+    "between": ("brief", "subject", "wide"),
+}
+
+
+def company(base: Path, rows: Path, names: tuple[str, ...]) -> dict:
+    jobs = {"subject": SUBJECT, **NEIGHBOURS}
+    file = job_file(base, *({**jobs[name], "data": {"path": str(rows)}} for name in names))
+    file["defaults"]["train"]["max_steps"] = 10
+    file["defaults"]["save"] = {"steps": 1}
+    file["engine"] = {"device": "cpu", "isolation": "exact", "nano_batch_tokens": 96}
+    return file
+
+
+@pytest.mark.multi_process
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_job_has_the_same_bits_in_any_company_and_after_five_kills(
+    threads, base, tmp_path
+) -> None:
+    """Alone, in three companies and through five seeded kills: the same curves and adapter files. A
+    twin that cuts its sums by company is refused by the same comparison."""
+    rows = write_rows(tmp_path / "rows.jsonl", 16)
+    files = {name: company(base, rows, names) for name, names in COMPANIES.items()}
+    files |= {"killed": files["first"], "leaking": files["first"]}
+    outcomes = carry_out(
+        tmp_path,
+        files,
+        threads=threads,
+        killed={"kills": KILLS, "seed": 12, "nano_batches": 5},
+        leaking={"leaks": True},
+    )
+    assert outcomes["killed"]["killed"] == KILLS
+    assert len({found["subject"] for found in outcomes["killed"]["found"]}) > 1
+    for name in ("first", "last", "between", "killed"):
+        assert same_end(tmp_path / name, tmp_path / "alone", "subject"), name
+    for job in ("wide", "one"):
+        assert same_end(tmp_path / "killed", tmp_path / "first", job)
+    assert not same_end(tmp_path / "leaking", tmp_path / "alone", "subject")

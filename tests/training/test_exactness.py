@@ -1,0 +1,98 @@
+"""The proof before a run: the same sequence has the same bits anywhere in the whole model."""
+
+import numpy as np
+import pytest
+from support.models import SUPPORTED, super_model, tiny_model
+
+from tlora.core.errors import SpecError
+from tlora.model.super_model import SuperModel
+from tlora.training.exactness import arrangements, check_whole_model, make_subjects, prove_exact
+
+ROWS = 101
+SIZES = {"ranks": (1, 5, 8), "lengths": (3, 11, 29)}
+
+
+def exact_model(kind: str = "llama") -> SuperModel:
+    return super_model(tiny_model(kind), per_sequence=True)
+
+
+@pytest.mark.parametrize("kind", SUPPORTED)
+def test_every_architecture_keeps_its_bits(kind: str) -> None:
+    """At an odd number of rows; the pool is as empty afterwards as before."""
+    model = exact_model(kind)
+    proof = prove_exact(model, ROWS, **SIZES)
+    assert proof.products > 1 and not proof.tiled
+    assert model.jobs == []
+    model.check_integrity()
+    assert not any(pool.a.grad.any() or pool.a.value.any() for pool in model.pools)
+
+
+def test_the_line_says_what_was_tried() -> None:
+    """With the number of rows, for that is what it holds for."""
+    assert f"at {ROWS} rows" in prove_exact(exact_model(), ROWS, **SIZES).line
+
+
+def test_sums_over_whole_segments_are_refused() -> None:
+    """A model that cuts its sums by job instead of by sequence depends on how a batch was cut."""
+    model = super_model(tiny_model(), per_sequence=False)
+    with pytest.raises(SpecError, match="exact isolation cannot be had") as caught:
+        check_whole_model(model, ROWS, **SIZES)
+    assert caught.value.field == "engine.isolation"
+    assert model.jobs == []
+
+
+@pytest.mark.parametrize("place", [0, 50, ROWS - 2])
+def test_an_operation_that_depends_on_the_place_is_refused(place: int) -> None:
+    """A norm that rounds one row of the nano-batch otherwise, at the front, in the middle or at the
+    end; the very last row predicts nothing."""
+    model = exact_model()
+    norm = model.model.model.layers[0].input_layernorm
+
+    def favour_others(module, arguments, output):
+        moved = output.clone()
+        moved[:, place] *= 1 + 2**-22
+        return moved
+
+    norm.register_forward_hook(favour_others)
+    with pytest.raises(SpecError, match="has other bits"):
+        check_whole_model(model, ROWS, **SIZES)
+
+
+def test_an_operation_that_looks_at_its_neighbours_is_refused() -> None:
+    """By as little as a bit of the largest value in the nano-batch."""
+    model = exact_model()
+
+    def leak(module, arguments, output):
+        return output + output.abs().max() * 1e-6
+
+    model.model.model.layers[1].mlp.register_forward_hook(leak)
+    with pytest.raises(SpecError, match="has other bits"):
+        check_whole_model(model, ROWS, **SIZES)
+
+
+@pytest.mark.parametrize("rows", [6, 7, 64, 101, 300])
+def test_arrangements_fit_and_hold_the_same_sequences(rows: int) -> None:
+    """At every size of nano-batch, each subject's sequences in their own order."""
+    generator = np.random.default_rng(0)
+    model = exact_model()
+    subjects = make_subjects(model, rows, *SIZES.values(), generator)
+    assert subjects
+    for arrangement in arrangements(subjects, rows, model.vocabulary, generator):
+        for shares in arrangement.nano_batches:
+            assert sum(len(each) for share in shares for each in share.sequences) <= rows
+        for subject in subjects:
+            run = [
+                each
+                for shares in arrangement.nano_batches
+                for share in shares
+                if share.job == subject.name
+                for each in share.sequences
+            ]
+            assert [id(each) for each in run] == [id(each) for each in subject.sequences]
+            assert subject.name in arrangement.attached
+
+
+def test_a_tiny_nano_batch_is_no_obstacle() -> None:
+    """Where nothing fits beside a row there is nothing to move."""
+    for rows in (1, 8):
+        prove_exact(exact_model(), rows, ranks=(2,), lengths=(8,))

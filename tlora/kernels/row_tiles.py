@@ -1,0 +1,40 @@
+"""Frozen products over rows, whole or in tiles of a fixed number of rows.
+
+A matrix product may cut its work by the number of rows, and so give a row other bits in another
+place. A tile has one shape wherever its rows come from, the last one padded with zeros. Tiles cost
+time, so they are for shapes that were seen to need them (model/row_probe.py).
+"""
+
+import torch
+import torch.nn.functional as F
+
+TILE_ROWS = 64
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile_rows: int = 0
+) -> torch.Tensor:
+    """x W^T + bias for x of [rows, in]; in tiles unless `tile_rows` is 0."""
+    if not tile_rows:
+        return F.linear(x, weight, bias)
+    return torch.cat([F.linear(tile, weight, bias) for tile in tiles(x, tile_rows)])[: len(x)]
+
+
+def input_gradient(
+    dy: list[torch.Tensor], weights: list[torch.Tensor], tile_rows: int = 0
+) -> torch.Tensor:
+    """The sum of dY_l W_l over linears of one input; in tiles unless `tile_rows` is 0."""
+    if tile_rows:
+        cut = zip(*(tiles(dy_l, tile_rows) for dy_l in dy), strict=True)
+        return torch.cat([input_gradient(list(parts), weights) for parts in cut])[: len(dy[0])]
+    dx = dy[0] @ weights[0]
+    for dy_l, weight in zip(dy[1:], weights[1:], strict=True):
+        dx.addmm_(dy_l, weight)
+    return dx
+
+
+def tiles(x: torch.Tensor, tile_rows: int) -> list[torch.Tensor]:
+    """Every one of `tile_rows` rows."""
+    cut = list(x.split(tile_rows))
+    cut[-1] = F.pad(cut[-1], (0, 0, 0, tile_rows - len(cut[-1])))
+    return cut

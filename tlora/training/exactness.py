@@ -1,0 +1,248 @@
+"""The proof before a run with exact isolation: on this machine, at this size of nano-batch, a
+sequence has the same bits wherever it stands and whoever stands beside it.
+
+First the frozen products, which get tiles of rows where they need them (model/row_probe.py). Then
+the whole model, forward and backward: made-up jobs with adapters go through it alone, among others,
+at the very end and cut in two, from other rows of the pool. Norms, attention, rotations, losses
+and adapters are all in it; where their bits move the run is refused.
+"""
+
+import itertools
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tlora.core.errors import SpecError
+from tlora.core.sequence import IGNORED, TokenSequence
+from tlora.model.adapters import AdapterWeights, LoraPair
+from tlora.model.packing import PackedBatch, Share, pack
+from tlora.model.row_probe import same_bits, settle_products
+from tlora.model.super_model import SuperModel
+from tlora.training import loss
+
+COMPANY = "company of the probe"
+"""No name that a job may have."""
+
+COMPANY_RANK = 3
+DROPOUT = 0.1
+SCALE = 2.0
+SEQUENCES = 2
+"""Of every made-up job."""
+
+MIN_ROWS = 6
+"""Fewer have no room for two sequences that predict something, and one to move them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exactness:
+    """What was shown, and how long it took."""
+
+    num_rows: int
+    products: int
+    tiled: list[str]
+    seconds: float
+
+    @property
+    def line(self) -> str:
+        tiles = f", {len(self.tiled)} of them in tiles of rows" if self.tiled else ""
+        return (
+            f"exact isolation: {self.products} products{tiles}, and the whole model, keep their "
+            f"bits at {self.num_rows} rows (tried in {self.seconds:.1f} s)"
+        )
+
+
+def prove_exact(
+    model: SuperModel, num_rows: int, *, ranks: Collection[int], lengths: Collection[int]
+) -> Exactness:
+    """For nano-batches of `num_rows` rows, adapters of these ranks and rows of such lengths; no job
+    may be attached. Raises SpecError where it cannot be had."""
+    started = time.perf_counter()
+    found = settle_products(model, num_rows)
+    check_whole_model(model, num_rows, ranks=ranks, lengths=lengths)
+    return Exactness(num_rows, found.probed, found.tiled, time.perf_counter() - started)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Subject:
+    """A made-up job whose bits are watched."""
+
+    name: str
+    weights: AdapterWeights
+    dropout: float
+    sequences: list[TokenSequence]
+
+    def share(self, picked: slice) -> Share:
+        starts = [0, *itertools.accumulate(map(len, self.sequences))]
+        sequences = self.sequences[picked]
+        scales = [1.0 / 7.0] * len(sequences)
+        return Share(self.name, sequences, starts[:-1][picked], scales, key=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """The subjects in one or more nano-batches, with company, and their order in the pool."""
+
+    name: str
+    nano_batches: list[list[Share]]
+    attached: list[str]
+    evaluated: bool = False
+    """Evaluate too: the same code but for gradients, so two arrangements are enough."""
+
+
+def check_whole_model(
+    model: SuperModel, num_rows: int, *, ranks: Collection[int], lengths: Collection[int]
+) -> None:
+    assert not model.jobs, "the probe needs the adapters' pool to itself"
+    if num_rows < MIN_ROWS:
+        return
+    generator = np.random.default_rng(num_rows)
+    subjects = make_subjects(model, num_rows, ranks, lengths, generator)
+    first, *others = arrangements(subjects, num_rows, model.vocabulary, generator)
+    expected = observe(model, first, subjects, num_rows)
+    for other in others:
+        found = observe(model, other, subjects, num_rows)
+        for key, tensor in found.items():
+            if not same_bits(tensor, expected[key]):
+                raise SpecError(
+                    f"exact isolation cannot be had on this machine with nano-batches of "
+                    f"{num_rows} tokens: {key} of the same sequence has other bits {other.name} "
+                    "than by itself; try engine.nano_batch_tokens that is a multiple of 64, or use "
+                    "`isolation: default`, which is right to rounding",
+                    field="engine.isolation",
+                )
+
+
+def make_subjects(
+    model: SuperModel,
+    num_rows: int,
+    ranks: Collection[int],
+    lengths: Collection[int],
+    generator: np.random.Generator,
+) -> list[Subject]:
+    """One for each rank, with and without dropout in turn, as many as leave room for company."""
+    sizes = itertools.cycle(sorted({max(1, min(length, num_rows // 3)) for length in lengths}))
+    subjects: list[Subject] = []
+    room = num_rows * 3 // 4
+    for number, rank in enumerate(sorted(set(ranks))):
+        sequences = [
+            random_sequence(next(sizes), model.vocabulary, generator) for _ in range(SEQUENCES)
+        ]
+        room -= sum(map(len, sequences))
+        if subjects and room < 0:
+            break
+        subjects.append(
+            Subject(
+                f"subject {number} of the probe",
+                random_adapter(model, rank, generator),
+                DROPOUT if number % 2 else 0.0,
+                sequences,
+            )
+        )
+    return subjects
+
+
+def arrangements(
+    subjects: list[Subject], num_rows: int, vocabulary: int, generator: np.random.Generator
+) -> Iterator[Arrangement]:
+    """By themselves first, then the ways in which neighbours can move them."""
+    names = [subject.name for subject in subjects]
+    whole = [subject.share(slice(None)) for subject in subjects]
+    room = num_rows - sum(len(each) for subject in subjects for each in subject.sequences)
+
+    def company(*lengths: int) -> list[Share]:
+        sequences = [random_sequence(each, vocabulary, generator) for each in lengths if each > 0]
+        count = len(sequences)
+        return [Share(COMPANY, sequences, [0] * count, [1.0] * count)] if sequences else []
+
+    yield Arrangement("by itself", [whole], names, evaluated=True)
+    yield Arrangement(
+        "at the end of a nano-batch",
+        [[*company(room // 2, room - room // 2), *reversed(whole)]],
+        [COMPANY, *reversed(names)],
+        evaluated=True,
+    )
+    gap = max(0, room // 2 - 1) | 1
+    yield Arrangement(
+        "in the middle of a nano-batch",
+        [[*company(min(gap, room)), *whole, *company(min(3, room - gap))]],
+        [*names[1:], COMPANY, names[0]],
+    )
+    yield Arrangement(
+        "in two nano-batches",
+        [
+            [*company(min(1, room)), *(subject.share(slice(0, 1)) for subject in subjects)],
+            [*(subject.share(slice(1, None)) for subject in reversed(subjects)), *company(room)],
+        ],
+        [COMPANY, *names],
+    )
+
+
+def observe(
+    model: SuperModel, arrangement: Arrangement, subjects: list[Subject], num_rows: int
+) -> dict[str, torch.Tensor]:
+    """Losses in training and in evaluation, and gradients of the subjects."""
+    by_name = {subject.name: subject for subject in subjects}
+    found: dict[str, torch.Tensor] = {}
+    for name in arrangement.attached:
+        subject = by_name.get(name)
+        weights = subject.weights if subject else company_adapter(subjects)
+        model.attach(name, weights, scale=SCALE, dropout=subject.dropout if subject else 0.0)
+    try:
+        parts: dict[str, list[torch.Tensor]] = {}
+        for shares in arrangement.nano_batches:
+            batch = pack(shares, num_rows, model.device)
+            for what, rows in run(model, batch, evaluate=arrangement.evaluated).items():
+                for segment in batch.segments:
+                    key = f"the {what} ({segment.job})"
+                    parts.setdefault(key, []).append(rows[segment.targets])
+        found |= {key: torch.cat(rows) for key, rows in parts.items()}
+        for name in by_name:
+            for matrix, rows in model.views(name).items():
+                found[f"the gradient of {matrix} ({name})"] = rows.grad.clone()
+    finally:
+        for name in model.jobs:
+            model.detach(name)
+    return {key: tensor for key, tensor in found.items() if COMPANY not in key}
+
+
+def run(model: SuperModel, batch: PackedBatch, *, evaluate: bool) -> dict[str, torch.Tensor]:
+    """A training pass, which adds to the gradients, and perhaps an evaluation."""
+    with torch.enable_grad(), model.routed(batch, train=True):
+        losses = model.token_losses(batch)
+        loss.backward(losses, batch)
+    found = {"losses": losses.detach()}
+    if evaluate:
+        with torch.no_grad(), model.routed(batch, train=False):
+            found["held-out losses"] = model.token_losses(batch)
+    return found
+
+
+def random_sequence(length: int, vocabulary: int, generator: np.random.Generator) -> TokenSequence:
+    """About a third of it a prompt."""
+    ids = generator.integers(0, vocabulary, length).astype(np.int32)
+    labels = ids.copy()
+    labels[: length // 3] = IGNORED
+    return TokenSequence(ids, labels)
+
+
+def random_adapter(model: SuperModel, rank: int, generator: np.random.Generator) -> AdapterWeights:
+    """On every linear; B is not zero, or A would have no gradient."""
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.from_numpy(generator.standard_normal(shape, dtype=np.float32) * 0.05)
+
+    return {
+        path: LoraPair(a=noise(rank, target.in_features), b=noise(target.out_features, rank))
+        for path, target in model.targets.items()
+    }
+
+
+def company_adapter(subjects: list[Subject]) -> AdapterWeights:
+    """The first rows of a subject's: odd in number if there are enough, to move others' rows."""
+    return {
+        path: LoraPair(a=pair.a[:COMPANY_RANK], b=pair.b[:, :COMPANY_RANK])
+        for path, pair in subjects[-1].weights.items()
+    }
