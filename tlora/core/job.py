@@ -21,6 +21,7 @@ RUN_FILES = (
     "state.sqlite",
     "report.html",
     "study.json",
+    "data.txt",
     "mlflow.db",
     "tensorboard",
     "wandb",

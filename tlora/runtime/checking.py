@@ -7,7 +7,7 @@ from transformers import PretrainedConfig
 
 from tlora.core.errors import AdapterError, SpecError
 from tlora.core.job import JobSpec, RunSpec
-from tlora.data.prepare import PreparedData, prepare
+from tlora.data.prepare import PreparedData, Preparer
 from tlora.model.loading import load_shape, load_tokenizer
 from tlora.model.peft_format import AdapterFile, read_adapter
 from tlora.model.targets import Target, choose_targets, find_targets
@@ -74,10 +74,10 @@ def context_length(config: PretrainedConfig) -> int | None:
 
 def prepare_jobs(spec: RunSpec, *, limit: int | None) -> dict[str, PreparedData]:
     """Every job's data, tokenised once per dataset."""
-    tokenizer = load_tokenizer(spec.base)
+    preparer = Preparer(load_tokenizer(spec.base), cache_dir=cache_directory())
     prepared = {}
     for job in spec.jobs:
-        data = prepare(job, tokenizer, cache_dir=cache_directory())
+        data = preparer.prepare(job)
         views = [view for view in (data.train, data.evaluation) if view is not None and len(view)]
         longest = max(int(view.lengths.max()) for view in views)
         if limit is not None and longest > limit:
