@@ -11,12 +11,15 @@ from tlora.data.prepare import PreparedData, Preparer
 from tlora.model.loading import load_shape, load_tokenizer
 from tlora.model.peft_format import AdapterFile, read_adapter
 from tlora.model.targets import Target, choose_targets, find_targets
+from tlora.runtime.data_lines import idle_settings
 from tlora.runtime.environment import cache_directory, quieten_libraries
+from tlora.runtime.sinks import check_trackers
 
 
 def check_run(spec: RunSpec) -> list[str]:
     """Lines that say what the jobs would train on. Raises what `train` would raise."""
     quieten_libraries()
+    check_trackers(spec.report_to)
     shape = load_shape(spec.base)
     targets = find_targets(shape)
     # Before the data: a wrong name should not wait for a tokenizer.
@@ -28,7 +31,7 @@ def check_run(spec: RunSpec) -> list[str]:
         parameters = sum(job.lora.r * (t.in_features + t.out_features) for t in chosen)
         lines.append(f"{job.name}: {len(chosen)} linears, {parameters:,} trained parameters")
         lines += [f"  {line}" for line in prepared[job.name].report.lines()]
-    return lines
+    return [*lines, *idle_settings(spec.jobs)]
 
 
 def check_targets(spec: RunSpec, targets: dict[str, Target]) -> None:

@@ -11,6 +11,7 @@ FEW_JOBS = 4
 """So many are described in full."""
 
 MOST_LINES = 12
+NAMED_JOBS = 3
 NAME_WIDTH = 20
 
 
@@ -24,7 +25,7 @@ def start_lines(
 ) -> list[str]:
     """What a person should see before training; `whole` is where the rest can be read."""
     if len(jobs) <= FEW_JOBS:
-        return full_lines(data)
+        return [*full_lines(data), *idle_settings(jobs)]
     datasets: dict[tuple[tuple[str, ...], str], list[JobSpec]] = {}
     for job in jobs:
         datasets.setdefault((job.data.paths, data[job.name].key), []).append(job)
@@ -39,7 +40,18 @@ def start_lines(
     lines += [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in cells]
     if len(shown) < len(datasets):
         lines.append(f"  and {len(datasets) - len(shown)} more datasets")
-    return lines
+    return [*lines, *idle_settings(jobs)]
+
+
+def idle_settings(jobs: Sequence[JobSpec]) -> list[str]:
+    """A word on what a file asks for and will not get. No error: defaults that most jobs can use
+    are often shared with some that cannot."""
+    idle = [job.name for job in jobs if job.eval.steps is not None and not job.holds_out]
+    if not idle:
+        return []
+    names = ", ".join(idle[:NAMED_JOBS])
+    names += f" and {len(idle) - NAMED_JOBS} more" if len(idle) > NAMED_JOBS else ""
+    return [f"{names}: no rows are held out, so eval.steps does nothing; set eval.split"]
 
 
 def who(sharing: Sequence[JobSpec]) -> str:

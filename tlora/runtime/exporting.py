@@ -1,5 +1,6 @@
 """Adapters out: written, read back, and compared by their logits before anybody is told of them."""
 
+import shutil
 from pathlib import Path
 
 import torch
@@ -46,6 +47,15 @@ def export(
                 f"job '{job.name}': the exported files give other logits than the trained adapter "
                 f"(by {error:.1%})"
             )
+
+    replace_directory(directory, fill)
+
+
+def copy(source: Path, directory: Path) -> None:
+    """Put a copy of an exported adapter at `directory`, whole or not at all."""
+
+    def fill(staged: Path) -> None:
+        shutil.copytree(source, staged, dirs_exist_ok=True)
 
     replace_directory(directory, fill)
 

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tlora.core.errors import TloraError
@@ -10,7 +11,7 @@ from tlora.model.adapters import AdapterWeights
 from tlora.model.peft_format import serving_commands
 from tlora.runtime.checkpointing import CheckpointWriter, SaveFailed
 from tlora.runtime.directory import JobResult, RunDirectory
-from tlora.runtime.exporting import export
+from tlora.runtime.exporting import copy, export
 from tlora.runtime.progress import Progress
 from tlora.runtime.resuming import Resumption
 from tlora.runtime.settings import job_settings
@@ -137,8 +138,7 @@ class Recorder:
     def on_end(self, driver: JobDriver) -> None:
         adapter = None
         if driver.status in (Status.COMPLETED, Status.STOPPED_EARLY):
-            weights = self.engine.super_model.weights(driver.name)
-            adapter = self._export(driver, weights, "adapter")
+            adapter = self._export_last(driver)
         serving = []
         if adapter is not None:
             path = (self.directory.root / adapter).resolve()
@@ -199,11 +199,29 @@ class Recorder:
         path = self._metrics_path(driver)
         return path.stat().st_size if path.exists() else 0
 
+    def _export_last(self, driver: JobDriver) -> str | None:
+        """The adapter at the end. Where it is the best one, found in this run, it was verified when
+        it was written and is copied: with many jobs a look at the logits costs more than a step."""
+        best, path = driver.best, self.directory.job(driver.name)
+        found = best is not None and best.step == driver.step and best.weights is not None
+        if found and self._has_best(driver):
+            return self._written(driver, "adapter", lambda: copy(path / "best", path / "adapter"))
+        weights = self.engine.super_model.weights(driver.name)
+        return self._export(driver, weights, "adapter")
+
     def _export(self, driver: JobDriver, weights: AdapterWeights, name: str) -> str | None:
+        path, model = self.directory.job(driver.name) / name, self.engine.super_model
+        return self._written(
+            driver,
+            name,
+            lambda: export(path, weights, driver.spec, self.base, model, driver.train[0]),
+        )
+
+    def _written(self, driver: JobDriver, name: str, write: Callable[[], None]) -> str | None:
         """A full disk or a wrong file is this job's failure, not its neighbours'."""
         path = self.directory.job(driver.name) / name
         try:
-            export(path, weights, driver.spec, self.base, self.engine.super_model, driver.train[0])
+            write()
         except (OSError, TloraError, RuntimeError, MemoryError) as error:
             driver.status = Status.FAILED
             driver.reason = f"the adapter could not be written to {path}: {error}"
