@@ -36,7 +36,7 @@ def start_lines(
     ]
     widths = [max(len(cell[column]) for cell in cells) for column in (0, 1)]
     count = f"{len(datasets)} datasets" if len(datasets) > 1 else "one dataset"
-    lines = [f"data of {len(jobs)} jobs, {count}; job by job in {whole}"]
+    lines = [f"{count} of {len(jobs)} jobs (tokens: median to longest), in full in {whole}"]
     lines += [f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in cells]
     if len(shown) < len(datasets):
         lines.append(f"  and {len(datasets) - len(shown)} more datasets")
@@ -75,8 +75,9 @@ def facts(data: Sequence[PreparedData]) -> str:
     trained = sum(report.train_targets for report in reports)
     first = reports[0]
     parts = [
-        f"{first.rows_read:,} rows of {first.lengths.median:,} tokens "
-        f"(longest {first.lengths.longest:,}), {trained / tokens:.0%} trained",
+        f"{first.rows_read:,} rows",
+        f"{first.lengths.median:,}-{first.lengths.longest:,} tokens",
+        f"{trained / tokens:.0%} trained",
         f"{span([report.eval_rows for report in reports])} held out",
     ]
     if any(report.rows_truncated for report in reports):
