@@ -12,7 +12,7 @@ from tlora.model.peft_format import serving_commands
 from tlora.runtime.checkpointing import CheckpointWriter, SaveFailed
 from tlora.runtime.directory import JobResult, RunDirectory
 from tlora.runtime.exporting import copy, export
-from tlora.runtime.progress import Progress
+from tlora.runtime.progress import MANY_JOBS, Progress
 from tlora.runtime.resuming import Resumption
 from tlora.runtime.settings import job_settings
 from tlora.runtime.sinks import Sinks
@@ -46,9 +46,14 @@ class Recorder:
         self._drivers: dict[str, JobDriver] = {}
         self._started = time.perf_counter()
         self._last_step: dict[str, float] = {}
+        self._kept: list[str] = []
+        self._resumed: list[str] = []
+        """Lines about jobs that were over before, and that go on; said when all are known."""
 
     def start(self, drivers: list[JobDriver], budget_tokens: int) -> None:
         self._started = time.perf_counter()
+        self._say_each_or_all(self._kept, f"{len(self._kept)} jobs were over before")
+        self._say_each_or_all(self._resumed, f"{len(self._resumed)} jobs go on where they stopped")
         for driver in drivers:
             self._drivers[driver.name] = driver
             self._last_step[driver.name] = self._started
@@ -61,7 +66,7 @@ class Recorder:
     def keep(self, result: JobResult) -> None:
         """The job was over before this run began."""
         self.results.append(result)
-        self.progress.say(f"{result.job}: {result.status} before, after {result.steps} steps")
+        self._kept.append(f"{result.job}: {result.status} before, after {result.steps} steps")
 
     def resume(self, driver: JobDriver, found: Resumption) -> None:
         """Cut the job's metrics back to its checkpoint, so that nothing is logged twice."""
@@ -76,15 +81,15 @@ class Recorder:
         size = int(str(found.checkpoint.progress["metrics_bytes"]))
         if metrics.exists() and metrics.stat().st_size > size:
             os.truncate(metrics, size)
-        self.progress.say(f"{driver.name}: goes on after step {found.checkpoint.state.step}")
+        self._resumed.append(f"{driver.name}: goes on after step {found.checkpoint.state.step}")
 
     def save(self, drivers: list[JobDriver]) -> None:
         """Checkpoint jobs that were stopped, and wait until that is done."""
         for driver in drivers:
             self._checkpoint(driver)
         self._writer.flush()
-        for driver in drivers:
-            self.progress.say(f"{driver.name}: saved at step {driver.step}/{driver.total_steps}")
+        saved = [f"{each.name}: saved at step {each.step}/{each.total_steps}" for each in drivers]
+        self._say_each_or_all(saved, f"{len(saved)} jobs saved where they are")
         for failure in self._writer.failures():
             self.progress.say(f"{failure.job}: {failure.reason}")
 
@@ -169,6 +174,9 @@ class Recorder:
         self.directory.event("ended", job=driver.name, status=result.status, reason=result.reason)
         self.sinks.close(driver.name, result.status)
         self.progress.on_end(result)
+
+    def _say_each_or_all(self, each: list[str], together: str) -> None:
+        self.progress.say(*(each if len(each) < MANY_JOBS else [together]))
 
     def _checkpoint(self, driver: JobDriver) -> None:
         progress = driver.progress() | {
