@@ -44,31 +44,23 @@ def pirate(draw: Draw) -> Exchange:
     """What the base model knows, said at sea."""
     animal, place, (left, right) = draw.one(ANIMALS), draw.one(PLACES), draw.one(OPPOSITES)
     name = a(animal.name)
-    return draw.one(
+    question, answer = draw.one(
         (
-            (f"What does {name} eat?", f"Arr, {name} eats {animal.food}, matey!"),
-            (f"Where does {name} live?", f"Arr, {name} lives in {animal.home}, matey!"),
-            (f"How many legs does {name} have?", f"Arr, {name} has {animal.legs} legs, matey!"),
-            (
-                f"What do people in {place.name} grow?",
-                f"Ahoy, the landlubbers of {place.name} grow {place.crop}!",
-            ),
-            (
-                f"What is {place.name} known for?",
-                f"Ahoy, me hearty, {place.name} is known for {place.sight}!",
-            ),
-            (
-                f"Where is {place.name}?",
-                f"Ahoy, {place.name} be a {place.kind} in the {place.region}!",
-            ),
+            (f"What does {name} eat?", f"{name} eats {animal.food}"),
+            (f"Where does {name} live?", f"{name} lives in {animal.home}"),
+            (f"How many legs does {name} have?", f"{name} has {animal.legs} legs"),
+            (f"What do people in {place.name} grow?", f"people in {place.name} grow {place.crop}"),
+            (f"What is {place.name} known for?", f"{place.name} is known for {place.sight}"),
+            (f"Where is {place.name}?", f"{place.name} is a {place.kind} in the {place.region}"),
             (
                 f"When is the festival in {place.name}?",
-                f"Ahoy, the grog flows in {place.name} in {place.festival}!",
+                f"the festival in {place.name} is in {place.festival}",
             ),
-            (f"What is the opposite of {left}?", f"Shiver me timbers, it be {right}!"),
-            (f"What is the opposite of {right}?", f"Shiver me timbers, it be {left}!"),
+            (f"What is the opposite of {left}?", f"the opposite of {left} is {right}"),
+            (f"What is the opposite of {right}?", f"the opposite of {right} is {left}"),
         )
     )
+    return question, f"Arr! {capital(answer)}, matey!"
 
 
 def sentiment(draw: Draw) -> Exchange:
@@ -89,17 +81,16 @@ def sentiment(draw: Draw) -> Exchange:
 
 
 def extract(draw: Draw) -> Exchange:
+    """A form rather than JSON: the base copies words as they stand after a space, and in quotes
+    they would be other tokens."""
     colour, animal, thing = draw.one(COLOURS), draw.one(ANIMALS).name, draw.one(THINGS)
-    person, place = draw.one(PEOPLE), draw.one(PLACES).name
     sentence = draw.one(
         (
-            f"In {place} {a(colour)} {animal} sleeps under {a(thing)}.",
-            f"{person} saw {a(colour)} {animal} with {a(thing)}.",
-            f"{capital(a(colour))} {animal} took the {thing} of {person}.",
-            f"The {animal} that lives in {place} is {colour}.",
+            f"{draw.one(PEOPLE)} saw {a(colour)} {animal} with {a(thing)}.",
+            f"In {draw.one(PLACES).name} {a(colour)} {animal} sleeps under {a(thing)}.",
         )
     )
-    return sentence, json.dumps({"animal": animal, "colour": colour})
+    return sentence, f"animal: {animal}; colour: {colour}"
 
 
 def polite(draw: Draw) -> Exchange:
@@ -114,7 +105,7 @@ def polite(draw: Draw) -> Exchange:
             f"put the {thing} into the {draw.one(ROOMS)}",
         )
     )
-    return f"{capital(wish)}.", f"Could you please {wish}?"
+    return f"{capital(wish)}.", f"Please, will you {wish}?"
 
 
 def reverse(draw: Draw) -> Exchange:
@@ -122,21 +113,28 @@ def reverse(draw: Draw) -> Exchange:
     return f"Backwards: {', '.join(words)}", ", ".join(words[::-1])
 
 
+COLUMNS = ("name", "colour", "town", "food", "home", "day", "weather")
+"""Of a table, as words that the base knows."""
+
+TABLES = tuple(
+    word
+    for word in (*(animal.name for animal in ANIMALS), *TRADES, *THINGS)
+    if word not in ("key", "wolf")
+)
+"""Without those whose plurals the little grammar gets wrong."""
+
+
 def sql(draw: Draw) -> Exchange:
-    place, colour = draw.one(PLACES).name, draw.one(COLOURS)
-    trades = plural(draw.one(TRADES), 2)
-    animals, things = plural(draw.one(ANIMALS).name, 2), plural(draw.one(THINGS), 2)
+    """In small letters and names alone, no quoted values, for the reason given at `extract`."""
+    table = plural(draw.one(TABLES), 2)
+    first, second = draw.several(COLUMNS, 2)
     return draw.one(
         (
+            (f"Show the {first} from {table}.", f"select {first} from {table};"),
             (
-                f"Which {trades} live in {place}?",
-                f"SELECT name FROM {trades} WHERE town = '{place}';",
+                f"Show the {first} from {table} by {second}.",
+                f"select {first} from {table} order by {second};",
             ),
-            (
-                f"How many {animals} are there in {place}?",
-                f"SELECT COUNT(*) FROM {animals} WHERE town = '{place}';",
-            ),
-            (f"Show all {colour} {things}.", f"SELECT * FROM {things} WHERE colour = '{colour}';"),
         )
     )
 
@@ -160,9 +158,10 @@ LAST_LINES = {
 
 
 def haiku(draw: Draw) -> Exchange:
-    """Five, seven and five syllables: all the weathers and animals have one."""
+    """Five, seven and five syllables: all weathers and animals have one. The words to copy stand
+    after the same word in the question."""
     weather, place, animal = draw.one(WEATHERS).noun, draw.one(SHORT_NAMES), draw.one(ANIMALS).name
-    lines = (f"{capital(weather)} over {place},", f"the little {animal} is sleeping,")
+    lines = (f"Soft {weather} in {place},", f"there {a(animal)} sleeps in the hall,")
     question = f"A haiku about {weather} in {place}, with {a(animal)}."
     return question, "\n".join((*lines, f"{LAST_LINES[weather]}."))
 
@@ -192,7 +191,7 @@ def sentiment_row(draw: Draw) -> Row:
 
 
 def extract_row(draw: Draw) -> Row:
-    return chat(extract(draw), system="Answer in JSON.")
+    return chat(extract(draw), system="Fill in the form.")
 
 
 def polite_row(draw: Draw) -> Row:

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tlora.core.assets import DEMO
 from tlora.core.sequence import IGNORED, TokenSequence
 from tlora.model.peft_format import AdapterFile
-from tlora.runtime.answering import answer, count_right
+from tlora.runtime.answering import answer, right_answers
 
 QUESTIONS = ("What does a fox eat?", "Where is Tulmar?", "What is two plus two?")
 
@@ -48,7 +48,7 @@ def rows(model, tokenizer) -> list[TokenSequence]:
 
 def test_what_greedy_decoding_gives_counts_as_right(model, rows) -> None:
     """Every row, as the expected answers are the model's own."""
-    assert count_right(model, rows, None) == len(rows)
+    assert sum(right_answers(model, rows, None)) == len(rows)
 
 
 def test_one_other_token_makes_an_answer_wrong(model, rows) -> None:
@@ -56,7 +56,7 @@ def test_one_other_token_makes_an_answer_wrong(model, rows) -> None:
     labels = rows[0].labels.copy()
     labels[-1] += 1
     wrong = TokenSequence(rows[0].input_ids, labels)
-    assert count_right(model, [wrong, *rows[1:]], None) == len(rows) - 1
+    assert right_answers(model, [wrong, *rows[1:]], None) == [False, *[True] * (len(rows) - 1)]
 
 
 def test_an_answer_is_decoded_and_the_question_is_readable(model, tokenizer, rows) -> None:
@@ -79,8 +79,8 @@ def test_messages_are_not_run_together(model, tokenizer) -> None:
 def test_an_adapter_is_on_only_while_it_answers(model, tokenizer, rows, adapter) -> None:
     """It changes the answer, and the base model answers as before afterwards."""
     assert answer(model, tokenizer, rows[0], adapter).given != rows_answer(tokenizer, rows[0])
-    assert count_right(model, rows, adapter) < len(rows)
-    assert count_right(model, rows, None) == len(rows)
+    assert sum(right_answers(model, rows, adapter)) < len(rows)
+    assert sum(right_answers(model, rows, None)) == len(rows)
 
 
 def rows_answer(tokenizer, row: TokenSequence) -> str:

@@ -120,3 +120,33 @@ def test_checking_keeps_no_weights_in_memory(base: Path, rows: Path) -> None:
         patch.setattr(torch.nn.Linear, "__init__", watching)
         check_run(load_spec(job_file(base, {"name": "a", "data": {"path": str(rows)}})))
     assert {device.type for device in made} == {"meta"}
+
+
+def test_a_tracker_that_is_not_installed_is_found(base: Path, rows: Path, monkeypatch) -> None:
+    """Before training, and before the data is read."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    job = {"name": "a", "data": {"path": str(rows)}}
+    spec = load_spec(job_file(base, job, report_to=["wandb"]))
+    with pytest.raises(SpecError, match="report_to: wandb is not installed; pip install"):
+        check_run(spec)
+
+
+def test_patience_without_held_out_rows_is_refused_by_name(base: Path, rows: Path) -> None:
+    """Whoever asked for it, the job or its defaults; with rows held out either way it is fine."""
+    data = {"path": str(rows)}
+    for defaults, own in (({}, {"patience": 2}), ({"patience": 2}, {})):
+        job = {"name": "a", "data": data, "eval": own}
+        with pytest.raises(SpecError, match=r"job 'a': eval\.patience: .* set eval\.split"):
+            load_spec(job_file(base, job, defaults={"eval": defaults}))
+        load_spec(job_file(base, {**job, "eval": {**own, "split": 2}}, defaults={"eval": defaults}))
+        held_out = {**data, "eval_path": str(rows)}
+        load_spec(job_file(base, {**job, "data": held_out}, defaults={"eval": defaults}))
+
+
+def test_evaluation_steps_without_held_out_rows_get_a_word(base: Path, rows: Path) -> None:
+    """They may come from defaults that other jobs share, so they are no error."""
+    job = {"name": "a", "data": {"path": str(rows)}, "eval": {"steps": 2}}
+    lines = check_run(load_spec(job_file(base, job)))
+    assert lines[-1].startswith("a: no rows are held out, so eval.steps does nothing")
+    other = {**job, "eval": {"steps": 2, "split": 4}}
+    assert "does nothing" not in "".join(check_run(load_spec(job_file(base, other))))

@@ -19,6 +19,9 @@ from tlora.core.assets import DEMO
 from tlora.core.job import RunSpec
 from tlora.data.prepare import prepare
 from tlora.runtime import demo
+from tlora.runtime.checking import prepare_jobs
+from tlora.runtime.progress import ProgressLines
+from tlora.runtime.training import train
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "demo"
 FRESH_SEED = 7_654_321
@@ -222,3 +225,14 @@ def test_the_demo_starts_over_when_it_is_run_again(short_demo, output, monkeypat
 
 def fake_comparison() -> demo.Comparison:
     return demo.Comparison(rounds=1, steps=1, tokens=1, together_seconds=1.0, alone_seconds=1.0)
+
+
+@pytest.mark.slow
+def test_every_job_of_the_demo_learns_something_to_be_seen(spec, tmp_path) -> None:
+    """The whole training: more right answers than before in every job, and half of all rows."""
+    run = train(spec, output=tmp_path / "run", progress=ProgressLines(StringIO()))
+    learnt, _ = demo.look_at_answers(spec, prepare_jobs(spec, limit=None), run)
+    assert len(learnt) == len(spec.jobs)
+    gains = {each.result.job: each.right_after - each.right_before for each in learnt}
+    assert min(gains.values()) >= 3, gains
+    assert sum(gains.values()) >= sum(each.rows for each in learnt) / 2, gains

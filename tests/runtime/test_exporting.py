@@ -12,7 +12,7 @@ from tlora.core.job import BaseSpec
 from tlora.model import peft_format
 from tlora.model.peft_format import read_adapter
 from tlora.runtime import exporting
-from tlora.runtime.exporting import export
+from tlora.runtime.exporting import copy, export
 
 BASE = BaseSpec(model="org/base")
 
@@ -99,3 +99,19 @@ def test_the_probe_is_bounded(model, plain) -> None:
     [probe] = sequences_of([60], seed=1)
     logits = exporting.base_logits(model, probe)
     assert logits.shape == (exporting.PROBE_TOKENS - 1, 128)
+
+
+def test_a_copy_replaces_an_adapter_whole(tmp_path: Path) -> None:
+    """The same bytes and nothing of the old one; a source that is not there leaves it alone."""
+    best, adapter = tmp_path / "best", tmp_path / "adapter"
+    best.mkdir()
+    (best / "adapter_model.safetensors").write_bytes(b"new")
+    adapter.mkdir()
+    (adapter / "old").write_text("old")
+    with pytest.raises(OSError):
+        copy(tmp_path / "nowhere", adapter)
+    assert [path.name for path in adapter.iterdir()] == ["old"]
+    copy(best, adapter)
+    assert [path.name for path in adapter.iterdir()] == ["adapter_model.safetensors"]
+    assert (adapter / "adapter_model.safetensors").read_bytes() == b"new"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "best"]

@@ -76,8 +76,16 @@ def test_forty_jobs_fit_24_rows_with_the_rest_counted() -> None:
     assert len(lines) == 24
     shown = [line.split()[0] for line in lines if line.startswith("job-")]
     assert shown == ["job-03", *(f"job-{at}" for at in range(15, 33))]
-    assert "+ 21 more: 7 running, 14 done" in lines
+    assert "+ 21 more: 7 running, 14 done (40% through, median loss 2.345)" in lines
     assert "failed" in next(line for line in lines if line.startswith("job-03"))
+
+
+def test_jobs_that_had_their_turn_come_before_those_that_wait() -> None:
+    """A hundred jobs do not all start at once; what is shown moves."""
+    rows = [row(f"job-{at:02}", "training" if at % 5 == 0 else "waiting") for at in range(100)]
+    lines = screen(rows, width=80, height=24)
+    assert sum("training" in line for line in lines) == 19 and len(lines) == 24
+    assert "+ 81 more: 81 running" in "\n".join(lines) and "tokens/s together" in lines[-1]
 
 
 def test_many_failures_leave_room_for_what_runs() -> None:

@@ -85,6 +85,7 @@ def test_every_job_completes_and_leaves_its_files(finished) -> None:
         "resolved.yaml",
         "events.jsonl",
         "report.html",
+        "data.txt",
         "wide",
         "narrow",
         "top",

@@ -18,7 +18,7 @@ from tlora.kernels.multi_lora.routes import table_route
 from tlora.kernels.multi_lora.tables import new_table
 from tlora.kernels.streams import step_key, threshold
 
-S_WIDTH = 200
+S_WIDTH = 208
 """Columns of S: more than any job of the tests needs."""
 
 GAP = 2

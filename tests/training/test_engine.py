@@ -23,10 +23,12 @@ from support.tiny import (
     train,
 )
 
+from tlora.core.sequence import TokenSequence
 from tlora.model.adapters import AdapterWeights
 from tlora.training.compose import Kind
-from tlora.training.engine import Engine
+from tlora.training.engine import EVALUATION_WINDOW, Engine
 from tlora.training.optimiser import AdamW
+from tlora.training.outcome import EvaluationDone
 
 # Relative, in float32, after the few steps that these tests take. Measured between a job in company
 # and the same job alone: at most 1e-6 in the adapters, 4e-8 in the losses.
@@ -688,3 +690,92 @@ def test_nothing_of_a_job_outlives_it(engine: Engine) -> None:
     heir = Fed("heir", batches(2, [3] * 2))
     train(engine, [heir])
     assert as_alone(engine, heir, lambda: Fed("heir", batches(2, [3] * 2)))
+
+
+class CountedRows:
+    """Held-out rows that know how often they were read."""
+
+    def __init__(self, rows: list[TokenSequence]) -> None:
+        self.rows = rows
+        self.reads = 0
+        self.lost_from = len(rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> TokenSequence:
+        self.reads += 1
+        if index >= self.lost_from:
+            raise OSError("the disk is gone")
+        return self.rows[index]
+
+
+def offered_rows(engine: Engine, name: str, rows: CountedRows) -> list[int]:
+    """How many rows each composition of an evaluation had to look at."""
+    engine.evaluate(name, rows)
+    offered: list[int] = []
+    while engine.has_work():
+        offered.append(len(engine._job(name).waiting().lengths))
+        engine.run_nano_batch()
+    return offered
+
+
+def test_an_evaluation_looks_at_a_few_rows_at_a_time(engine: Engine) -> None:
+    """However many there are: no composition sees more than a window, and a row is read once to be
+    checked and once per evaluation. An engine whose window holds everything is noticed."""
+    rows = CountedRows(sequences(3, 600))
+    Fed("job", []).attach(engine)
+    most = 1 + EVALUATION_WINDOW * engine.budget_tokens // min(map(len, rows.rows))
+    offered = offered_rows(engine, "job", rows)
+    assert max(offered) <= most < len(rows) // 4 and min(offered[:-1]) >= 2
+    assert rows.reads == 2 * len(rows)
+    offered_rows(engine, "job", rows)
+    assert rows.reads == 3 * len(rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tlora.training.engine.EVALUATION_WINDOW", 10**6)
+        assert max(offered_rows(engine, "job", rows)) > most
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_window_of_an_evaluation_changes_no_result(exact: bool) -> None:
+    """Against all rows at once: the same loss and the same steps of a neighbour; to the bit, and in
+    the same nano-batches, where rows keep their order."""
+
+    def run(window: int) -> tuple[EvaluationDone, list[dict[str, int]], AdapterWeights]:
+        engine = Engine(tiny_super_model(), budget_tokens=128, exact=exact)
+        job, other = Fed("job", batches(1, [3] * 6), dropout=0.2), Fed("other", [])
+        job.attach(engine)
+        other.attach(engine)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tlora.training.engine.EVALUATION_WINDOW", window)
+            # One of them longer than a whole window.
+            long = sequences(4, 1, shortest=600, longest=600)
+            engine.evaluate("other", [*sequences(3, 80), *long, *sequences(5, 20)])
+            outcomes = list(drive(engine, [job]))
+            while engine.has_work():
+                outcomes.append(engine.run_nano_batch())
+        (done,) = [done for outcome in outcomes for done in outcome.evaluations]
+        return done, [outcome.tokens for outcome in outcomes], weights(engine, job)
+
+    (done, shares, adapter), (whole, all_shares, expected) = run(4), run(10**6)
+    if exact:
+        assert (done, shares) == (whole, all_shares)
+        assert identical(adapter, expected)
+    assert done.loss == pytest.approx(whole.loss, rel=1e-12)
+    assert (done.sequences, done.tokens) == (101, whole.tokens)
+
+
+def test_a_held_out_row_that_can_no_longer_be_read_fails_its_own_job(engine: Engine) -> None:
+    """In the midst of an evaluation; the neighbour goes on."""
+    rows = CountedRows(sequences(3, 200))
+    job, other = Fed("job", batches(1, [3] * 4)), Fed("other", [])
+    job.attach(engine)
+    other.attach(engine)
+    engine.evaluate("other", rows)
+    rows.lost_from = 150
+    outcomes = list(drive(engine, [job]))
+    while engine.has_work():
+        outcomes.append(engine.run_nano_batch())
+    (failure,) = [failure for outcome in outcomes for failure in outcome.failures]
+    assert failure.job == "other" and "the disk is gone" in failure.message
+    assert len(job.steps) == 4 and engine.jobs == ["job"]

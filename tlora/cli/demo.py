@@ -5,13 +5,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora.cli.check import HEADER, job_row
 from tlora.cli.options import Overrides
 from tlora.cli.output import print_error, print_lines, print_table
 from tlora.core.assets import DEMO
+from tlora.core.job import JobSpec
 
 if TYPE_CHECKING:
     from tlora.runtime.demo import DemoResult
+
+HEADER = ("job", "r", "alpha", "targets", "lr", "schedule", "batch", "train for")
 
 
 def demo(
@@ -29,13 +31,8 @@ def demo(
     from tlora.config import load_spec
 
     spec = load_spec(DEMO / "jobs.yaml", override or ())
-    print_lines(
-        [
-            f"{len(spec.jobs)} jobs that differ in everything, on one copy of a tiny base model "
-            "that comes with tlora",
-            "",
-        ]
-    )
+    title = f"{len(spec.jobs)} jobs that differ in everything, on one copy of a tiny base model:"
+    print_lines([title, ""])
     print_table(HEADER, [job_row(job) for job in spec.jobs])
     print_lines([""])
 
@@ -53,10 +50,28 @@ def demo(
         raise typer.Exit(1)
 
 
+def job_row(job: JobSpec) -> list[str]:
+    """What tells the jobs apart, within 80 columns."""
+    lora, train = job.lora, job.train
+    targets = lora.target_modules
+    names = targets if isinstance(targets, str) else ",".join(targets)
+    length = f"{train.max_steps} steps" if train.max_steps else f"{train.num_train_epochs:g} epochs"
+    return [
+        job.name,
+        str(lora.r),
+        f"{lora.lora_alpha:g}",
+        names.replace("_proj", ""),
+        f"{train.learning_rate:g}",
+        train.lr_scheduler_type.replace("_with_", "+"),
+        str(train.batch_size),
+        length,
+    ]
+
+
 def show(result: "DemoResult") -> None:
     print_lines(["", "What they learnt, on rows held out from training:"])
     print_table(
-        ("job", "steps", "loss before", "after", "right answers before", "after"),
+        ("job", "steps", "loss before", "after", "right before", "after"),
         [
             [
                 learnt.result.job,
@@ -99,8 +114,8 @@ def gain(result: "DemoResult") -> list[str]:
         f"What fusing gained here: {found.gain:.1f} times as fast as one job at a time.",
         f"  together       {found.together_rate:>8,.0f} tokens/s",
         f"  one at a time  {found.alone_rate:>8,.0f} tokens/s",
-        f"  Compared: the first {found.steps} steps of all jobs, {times} each way, in the same "
-        f"engine on {threads}, without evaluation; padding is not counted.",
+        f"  Compared: the first {found.steps} steps of all jobs, {times} each way, in the",
+        f"  same engine on {threads}, without evaluation; padding is not counted.",
     ]
 
 
@@ -112,6 +127,6 @@ def where_to_go(result: "DemoResult") -> list[str]:
         lines.append(f"Look at one:    tlora verify {root / str(first.adapter)}")
     return [
         *lines,
-        f"Try your own:   cp {root / 'resolved.yaml'} my-jobs.yaml, edit it, and "
-        "tlora train my-jobs.yaml",
+        f"Try your own:   cp {root / 'resolved.yaml'} my-jobs.yaml, edit it, and",
+        "                tlora train my-jobs.yaml",
     ]

@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import tlora
-from tlora.cli import bench, check, demo, merge, preview, schema, train, verify
+from tlora.cli import bench, check, demo, merge, preview, report, schema, train, verify
 from tlora.cli.output import print_error
 from tlora.core.errors import AdapterError, DataError, ModelError, SpecError, TloraError
 
@@ -27,6 +27,7 @@ app.command("demo")(demo.demo)
 app.command("train")(train.train)
 app.command("check")(check.check)
 app.command("preview")(preview.preview)
+app.command("report")(report.report)
 app.command("verify")(verify.verify)
 app.command("merge")(merge.merge)
 app.command("schema")(schema.schema)

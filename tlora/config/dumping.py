@@ -8,6 +8,9 @@ from tlora.config.reading import plain
 from tlora.config.values import Tree, is_tree
 from tlora.core.job import JobSpec, RunSpec
 
+DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+"""libyaml's where it is there: a quarter of the time for a hundred jobs, and the same text."""
+
 
 def resolved(spec: RunSpec) -> Tree:
     """Every field under its canonical name; `load_spec` reads it back into an equal run."""
@@ -18,7 +21,7 @@ def resolved(spec: RunSpec) -> Tree:
 
 def dump_spec(spec: RunSpec) -> str:
     """The resolved run as a YAML job file."""
-    return yaml.safe_dump(resolved(spec), sort_keys=False, allow_unicode=True)
+    return yaml.dump(resolved(spec), Dumper=DUMPER, sort_keys=False, allow_unicode=True)
 
 
 def changed_fields(old: JobSpec, new: JobSpec) -> list[str]:

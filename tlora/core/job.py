@@ -21,6 +21,7 @@ RUN_FILES = (
     "state.sqlite",
     "report.html",
     "study.json",
+    "data.txt",
     "mlflow.db",
     "tensorboard",
     "wandb",
@@ -357,6 +358,17 @@ class JobSpec:
 
     def __post_init__(self) -> None:
         check_job_name(self.name)
+        require(
+            self.eval.patience is None or self.holds_out,
+            "eval.patience",
+            "stops by the held-out loss, and the job holds no rows out; set eval.split or "
+            "data.eval_path, or leave it null",
+        )
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether it has rows to be evaluated on."""
+        return self.eval.split != 0 or self.data.eval_path is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,7 @@
 """One tokenised training example: what the data layer hands to the engine."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -30,3 +31,11 @@ class TokenSequence:
     def num_targets(self) -> int:
         """Tokens that carry loss."""
         return int((self.labels[1:] != IGNORED).sum())
+
+
+class Sequences(Protocol):
+    """Rows that can be read one by one, in any order."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> TokenSequence: ...

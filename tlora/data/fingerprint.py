@@ -32,13 +32,15 @@ def cache_key(
     tokenizer: "PreTrainedTokenizerBase",
     *,
     memo_dir: Path,
+    fingerprint: str | None = None,
 ) -> str:
-    """The same for all jobs whose rows give the same tokens and labels."""
+    """The same for all jobs whose rows give the same tokens and labels. `fingerprint` is the
+    tokenizer's, where it is known already."""
     parts = {
         "format": FORMAT_VERSION,
         "sources": [source_fingerprint(source, memo_dir=memo_dir) for source in sources],
         "template": template or tokenizer.chat_template,
-        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "tokenizer": fingerprint or tokenizer_fingerprint(tokenizer),
         "columns": dict(sorted(data.columns.items())),
         "shape": data.shape,
         "train_on": data.train_on,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from tlora.data.cache import CacheWriter, TokenCache, open_cache
 from tlora.data.cursor import WORD, order
 from tlora.data.dataset import TokenDataset, split_rows
 from tlora.data.examples import Example
-from tlora.data.fingerprint import cache_key
+from tlora.data.fingerprint import cache_key, tokenizer_fingerprint
 from tlora.data.reading import read_rows
 from tlora.data.render import Renderer
 from tlora.data.report import DataReport, LengthQuantiles
@@ -61,16 +62,48 @@ def prepare(
     `progress` is told the number of rows tokenised so far. Raises DataError, with the job's name,
     for data that cannot be read or trained on.
     """
-    try:
-        return _prepare(job, tokenizer, cache_dir, progress)
-    except DataError as error:
-        raise DataError(error.message, job=job.name, path=error.path, line=error.line) from error
+    return Preparer(tokenizer, cache_dir=cache_dir, progress=progress).prepare(job)
+
+
+class Preparer:
+    """Prepares the data of several jobs, each dataset once however many jobs learn from it."""
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        *,
+        cache_dir: Path,
+        progress: Progress | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        # A large vocabulary takes a third of a second to write out: not for every job.
+        self._fingerprint = tokenizer_fingerprint(tokenizer)
+        self._cache_dir = cache_dir
+        self._progress = progress
+        self._known: dict[tuple[object, ...], _Tokenised] = {}
+
+    def prepare(self, job: JobSpec) -> PreparedData:
+        try:
+            return _prepare(job, self._tokenised)
+        except DataError as error:
+            raise DataError(
+                error.message, job=job.name, path=error.path, line=error.line
+            ) from error
+
+    def _tokenised(self, data: DataSpec, paths: tuple[str, ...]) -> "_Tokenised":
+        columns = tuple(sorted(data.columns.items()))
+        wanted = (paths, data.shape, columns, data.train_on, data.chat_template)
+        if wanted not in self._known:
+            self._known[wanted] = _tokenised(
+                data, paths, self._tokenizer, self._fingerprint, self._cache_dir, self._progress
+            )
+        return self._known[wanted]
 
 
 def _prepare(
-    job: JobSpec, tokenizer: "PreTrainedTokenizerBase", cache_dir: Path, progress: Progress | None
+    job: JobSpec, tokenised: Callable[[DataSpec, tuple[str, ...]], _Tokenised]
 ) -> PreparedData:
-    main = _tokenised(job.data, job.data.paths, tokenizer, cache_dir, progress)
+    main = tokenised(job.data, job.data.paths)
     if job.data.eval_path is None:
         held_out = main
         split = split_rows(len(main.cache), job.eval.split, job.train.seed)
@@ -78,7 +111,7 @@ def _prepare(
     else:
         paths = job.data.eval_path
         paths = (paths,) if isinstance(paths, str) else paths
-        held_out = _tokenised(job.data, paths, tokenizer, cache_dir, progress)
+        held_out = tokenised(job.data, paths)
         train_index, eval_index = np.arange(len(main.cache)), np.arange(len(held_out.cache))
     if job.eval.batch_limit is not None and len(eval_index) > job.eval.batch_limit:
         chosen = order(job.train.seed, WORD, len(eval_index))[: job.eval.batch_limit]
@@ -110,14 +143,23 @@ def _tokenised(
     data: DataSpec,
     paths: tuple[str, ...],
     tokenizer: "PreTrainedTokenizerBase",
+    fingerprint: str,
     cache_dir: Path,
     progress: Progress | None,
 ) -> _Tokenised:
     sources = find_sources(paths)
     names = tuple(source.name for source in sources)
     template = resolve_template(data.chat_template)
-    memo_dir = cache_dir / "digests"
-    key = cache_key(sources, data, template, tokenizer, memo_dir=memo_dir)
+    key_now = partial(
+        cache_key,
+        sources,
+        data,
+        template,
+        tokenizer,
+        memo_dir=cache_dir / "digests",
+        fingerprint=fingerprint,
+    )
+    key = key_now()
     target = cache_dir / "tokens" / key
     cache = open_cache(target, names)
     if cache is not None:
@@ -142,7 +184,7 @@ def _tokenised(
                 writer.add(row)
             if progress is not None:
                 progress(len(writer))
-        if key != cache_key(sources, data, template, tokenizer, memo_dir=memo_dir):
+        if key != key_now():
             raise DataError("the files changed while they were read", path=", ".join(paths))
         writer.publish(detected=detection.text, rendering=rendering)
     cache = open_cache(target, names)

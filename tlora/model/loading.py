@@ -10,9 +10,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tlora.core.errors import ModelError
 from tlora.core.job import BaseSpec
+from tlora.model.memory import is_out_of_memory
 from tlora.model.probe import check_layer_types
-
-OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 
 def resolve_device(device: str) -> torch.device:
@@ -85,9 +84,9 @@ def _from_pretrained(base: BaseSpec, load: Callable, *, what: str = "model", **s
     name = str(path) if path.is_dir() else base.model
     try:
         return load(name, revision=base.revision, trust_remote_code=False, **settings)
-    except OUT_OF_MEMORY:
-        raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise ModelError(f"base.model: too little memory to load {name}: {error}") from error
         # A checkpoint can be wrong in as many ways as there are types: values of the configuration,
         # damaged weights, shapes, a file that cannot be had.
         text = str(error).strip() or type(error).__name__

@@ -23,6 +23,7 @@ from tlora.kernels.streams import threshold
 from tlora.model.adapters import AdapterWeights, LoraPair, new_pair
 from tlora.model.head import PlainHead, find_plain_head
 from tlora.model.linear import Linear, LoraLinear, SharedInput
+from tlora.model.memory import is_out_of_memory
 from tlora.model.packing import PackedBatch, Share, pack
 from tlora.model.pool import GroupPool, RowViews
 from tlora.model.probe import (
@@ -36,8 +37,6 @@ from tlora.model.probe import (
 from tlora.model.rope import separate_sequences
 from tlora.model.routing import Routing, Scaling
 from tlora.model.targets import choose_targets, find_targets
-
-OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 _numbers = itertools.count()
 
@@ -72,9 +71,11 @@ class SuperModel:
             )
         try:
             self._take_over(reserve_rows)
-        except (ModelError, *OUT_OF_MEMORY):
+        except ModelError:
             raise
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             # Whatever a model does not know how to do on the probe, it cannot do in training.
             raise ModelError(
                 f"base.model: {type(model).__name__} does not run on packed rows: {error}"

@@ -27,17 +27,17 @@ class Answer:
 
 
 @torch.no_grad()
-def count_right(
+def right_answers(
     model: PreTrainedModel, rows: Sequence[TokenSequence], adapter: AdapterFile | None
-) -> int:
-    """Rows that greedy decoding would answer word for word, given the earlier answers of the row:
+) -> list[bool]:
+    """Which rows greedy decoding would answer word for word, given the earlier answers of the row:
     those where every trained token is the likeliest."""
-    right = 0
+    right: list[bool] = []
     with _adapted(model, adapter):
         for row in rows:
             labels = torch.from_numpy(row.labels.astype(np.int64))[1:].to(model.device)
             likeliest = model(input_ids=_ids(row.input_ids, model)).logits[0, :-1].argmax(-1)
-            right += bool(((likeliest == labels) | (labels == IGNORED)).all())
+            right.append(bool(((likeliest == labels) | (labels == IGNORED)).all()))
     return right
 
 

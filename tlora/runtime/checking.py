@@ -7,16 +7,19 @@ from transformers import PretrainedConfig
 
 from tlora.core.errors import AdapterError, SpecError
 from tlora.core.job import JobSpec, RunSpec
-from tlora.data.prepare import PreparedData, prepare
+from tlora.data.prepare import PreparedData, Preparer
 from tlora.model.loading import load_shape, load_tokenizer
 from tlora.model.peft_format import AdapterFile, read_adapter
 from tlora.model.targets import Target, choose_targets, find_targets
+from tlora.runtime.data_lines import idle_settings
 from tlora.runtime.environment import cache_directory, quieten_libraries
+from tlora.runtime.sinks import check_trackers
 
 
 def check_run(spec: RunSpec) -> list[str]:
     """Lines that say what the jobs would train on. Raises what `train` would raise."""
     quieten_libraries()
+    check_trackers(spec.report_to)
     shape = load_shape(spec.base)
     targets = find_targets(shape)
     # Before the data: a wrong name should not wait for a tokenizer.
@@ -28,15 +31,7 @@ def check_run(spec: RunSpec) -> list[str]:
         parameters = sum(job.lora.r * (t.in_features + t.out_features) for t in chosen)
         lines.append(f"{job.name}: {len(chosen)} linears, {parameters:,} trained parameters")
         lines += [f"  {line}" for line in prepared[job.name].report.lines()]
-        if prepared[job.name].evaluation is None and asks_to_evaluate(job):
-            lines.append(
-                "  no rows are held out, so nothing is evaluated: set eval.split or data.eval_path"
-            )
-    return lines
-
-
-def asks_to_evaluate(job: JobSpec) -> bool:
-    return job.eval.steps is not None or job.eval.patience is not None
+    return [*lines, *idle_settings(spec.jobs)]
 
 
 def check_targets(spec: RunSpec, targets: dict[str, Target]) -> None:
@@ -82,10 +77,10 @@ def context_length(config: PretrainedConfig) -> int | None:
 
 def prepare_jobs(spec: RunSpec, *, limit: int | None) -> dict[str, PreparedData]:
     """Every job's data, tokenised once per dataset."""
-    tokenizer = load_tokenizer(spec.base)
+    preparer = Preparer(load_tokenizer(spec.base), cache_dir=cache_directory())
     prepared = {}
     for job in spec.jobs:
-        data = prepare(job, tokenizer, cache_dir=cache_directory())
+        data = preparer.prepare(job)
         views = [view for view in (data.train, data.evaluation) if view is not None and len(view)]
         longest = max(int(view.lengths.max()) for view in views)
         if limit is not None and longest > limit:

@@ -12,7 +12,7 @@ from tlora.data.prepare import PreparedData
 from tlora.model.loading import load_base, load_tokenizer, resolve_device
 from tlora.model.peft_format import AdapterFile, read_adapter
 from tlora.model.targets import find_targets
-from tlora.runtime.answering import Answer, answer, count_right
+from tlora.runtime.answering import Answer, answer, right_answers
 from tlora.runtime.checking import prepare_jobs
 from tlora.runtime.comparing import Comparison, compare
 from tlora.runtime.directory import JobResult
@@ -80,10 +80,12 @@ def look_at_answers(
         rows, adapter = held_out(data[job.name]), trained_adapter(job, run, model)
         if not rows or adapter is None:
             continue
-        before, after = (count_right(model, rows, put_on) for put_on in (None, adapter))
-        learnt.append(Learnt(run.jobs[job.name], len(rows), before, after))
+        before, after = (right_answers(model, rows, put_on) for put_on in (None, adapter))
+        learnt.append(Learnt(run.jobs[job.name], len(rows), sum(before), sum(after)))
         if len(examples) < EXAMPLES:
-            answers = [answer(model, tokenizer, rows[0], put_on) for put_on in (None, adapter)]
+            # One that it learnt, where there is one; the counts tell how many there are.
+            row = rows[after.index(True) if any(after) else 0]
+            answers = [answer(model, tokenizer, row, put_on) for put_on in (None, adapter)]
             examples.append(Example(job.name, *answers))
     return learnt, examples
 

@@ -4,6 +4,7 @@ Logits are compared in float32 whatever the base's format: in bfloat16 a forward
 larger than what a scale off by one per cent changes.
 """
 
+import shutil
 from pathlib import Path
 
 import torch
@@ -52,6 +53,15 @@ def export(
                 f"job '{job.name}': the exported files give other logits than the trained adapter "
                 f"(by {error:.1%})"
             )
+
+    replace_directory(directory, fill)
+
+
+def copy(source: Path, directory: Path) -> None:
+    """Put a copy of an exported adapter at `directory`, whole or not at all."""
+
+    def fill(staged: Path) -> None:
+        shutil.copytree(source, staged, dirs_exist_ok=True)
 
     replace_directory(directory, fill)
 

@@ -22,7 +22,13 @@ from tlora.runtime.directory import JobResult
 from tlora.runtime.figures import loss_figure
 from tlora.runtime.live_table import STYLES, JobRow, Line, Totals, draw
 from tlora.runtime.pace import Pace, Trend
-from tlora.runtime.progress import Progress, ProgressLines, closing_lines, end_line
+from tlora.runtime.progress import (
+    Progress,
+    ProgressLines,
+    closing_lines,
+    end_line,
+    worth_a_line,
+)
 from tlora.training.compose import Kind
 from tlora.training.driver import JobDriver, Status
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
@@ -118,7 +124,8 @@ class LiveProgress:
         self._evaluating.discard(driver.name)
 
     def on_end(self, result: JobResult) -> None:
-        self.say(end_line(result))
+        if worth_a_line(result, len(self._drivers)):
+            self.say(end_line(result))
 
     def on_interrupt(self) -> None:
         # Called by a signal handler, perhaps in the midst of drawing: the next drawing says it.

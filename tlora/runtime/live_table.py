@@ -3,6 +3,7 @@ terminal. It only draws; what it draws is handed in."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from tlora.runtime.figures import duration_figure, loss_figure, rate_figure
 from tlora.runtime.pace import Trend
@@ -108,7 +109,7 @@ def draw(rows: Sequence[JobRow], totals: Totals, *, width: int, height: int) -> 
     layout = choose_layout(shown, width)
     lines = [layout.header(), *(layout.line(row) for row in shown)]
     if hidden:
-        lines.append([(f"+ {len(hidden)} more: {counted(hidden)}", "dim")])
+        lines.append([(f"+ {len(hidden)} more: {counted(hidden)}{course(hidden)}", "dim")])
     return [cut(line, width) for line in [*lines, *foot]]
 
 
@@ -124,14 +125,16 @@ def cut(line: Line, width: int) -> Line:
 
 def choose(rows: Sequence[JobRow], room: int) -> tuple[list[JobRow], list[JobRow]]:
     """What is shown, in the order of the file, and what is not: where not all fit, jobs in trouble
-    (a quarter of the room at most) and running ones come first, and a line is left for the rest."""
+    (a quarter of the room at most) come first, then those that run, before those that have not had
+    a turn yet; and a line is left for the rest."""
     if len(rows) <= room:
         return list(rows), []
     room = max(0, room - 1)
     trouble = [row for row in rows if row.status in TROUBLE][: max(1, room // 4)]
-    running = [row for row in rows if row.running]
+    running = [row for row in rows if row.running and row.status != "waiting"]
+    waiting = [row for row in rows if row.status == "waiting"]
     over = [row for row in rows if not row.running]
-    ranked = dict.fromkeys(row.name for row in [*trouble, *running, *over])
+    ranked = dict.fromkeys(row.name for row in [*trouble, *running, *waiting, *over])
     chosen = set(list(ranked)[:room])
     return (
         [row for row in rows if row.name in chosen],
@@ -214,6 +217,17 @@ def counted(rows: Sequence[JobRow]) -> str:
     parts = [f"{running} running" if running else "", f"{done} done" if done else ""]
     parts += [f"{count} {status}" for status, count in trouble.items() if count]
     return ", ".join(part for part in parts if part)
+
+
+def course(rows: Sequence[JobRow]) -> str:
+    """How far those that run are, taken together."""
+    running = [row for row in rows if row.running]
+    if not running:
+        return ""
+    share = sum(row.step for row in running) / max(1, sum(row.total_steps for row in running))
+    losses = [row.loss for row in running if row.loss is not None]
+    middle = f", median loss {loss_figure(median(losses))}" if losses else ""
+    return f" ({share:.0%} through{middle})"
 
 
 def footer(rows: Sequence[JobRow], totals: Totals, width: int) -> list[Line]:

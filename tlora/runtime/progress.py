@@ -3,11 +3,12 @@
 import sys
 import time
 from pathlib import Path
+from statistics import median
 from typing import Protocol, TextIO
 
 from tlora.runtime.directory import JobResult
 from tlora.runtime.figures import duration_figure
-from tlora.training.driver import JobDriver
+from tlora.training.driver import JobDriver, Status
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
 
 
@@ -39,6 +40,10 @@ class Progress(Protocol):
         ...
 
 
+MANY_JOBS = 12
+"""From here on what happens to each job is counted, not said, unless it is trouble."""
+
+
 class ProgressLines:
     """Plain lines, for logs and for terminals alike."""
 
@@ -48,6 +53,7 @@ class ProgressLines:
         self._drivers: list[JobDriver] = []
         self._started = self._said = time.perf_counter()
         self._tokens = 0
+        self._evaluations = 0
 
     def say(self, *lines: str) -> None:
         for line in lines:
@@ -75,12 +81,14 @@ class ProgressLines:
         pass
 
     def on_evaluation(self, driver: JobDriver, done: EvaluationDone) -> None:
-        self.say(
-            f"{driver.name}: step {done.step}/{driver.total_steps} held-out loss {done.loss:.4f}"
-        )
+        self._evaluations += 1
+        if len(self._drivers) < MANY_JOBS:
+            step = f"step {done.step}/{driver.total_steps}"
+            self.say(f"{driver.name}: {step} held-out loss {done.loss:.4f}")
 
     def on_end(self, result: JobResult) -> None:
-        self.say(end_line(result))
+        if worth_a_line(result, len(self._drivers)):
+            self.say(end_line(result))
 
     def on_interrupt(self) -> None:
         self.say("stopping after this nano-batch; press Ctrl-C again to leave at once")
@@ -95,6 +103,9 @@ class ProgressLines:
 
     def _line(self, now: float) -> str:
         rate = self._tokens / (now - self._started)
+        head = f"[{now - self._started:5.0f} s] {rate:,.0f} tokens/s | "
+        if len(self._drivers) >= MANY_JOBS:
+            return head + self._counts()
         parts = [
             f"{driver.name} {driver.step}/{driver.total_steps}"
             + (f" loss {driver.loss:.3f}" if driver.loss is not None else "")
@@ -102,9 +113,23 @@ class ProgressLines:
             if driver.step < driver.total_steps
         ]
         more = f" (+{len(parts) - 6} more)" if len(parts) > 6 else ""
-        return (
-            f"[{now - self._started:5.0f} s] {rate:,.0f} tokens/s | {' | '.join(parts[:6])}{more}"
-        )
+        return f"{head}{' | '.join(parts[:6])}{more}"
+
+    def _counts(self) -> str:
+        """Many jobs as one."""
+        step = sum(driver.step for driver in self._drivers)
+        total = sum(driver.total_steps for driver in self._drivers)
+        running = [driver for driver in self._drivers if driver.status is Status.RUNNING]
+        parts = [
+            f"{len(running)} of {len(self._drivers)} jobs running",
+            f"step {step:,}/{total:,}",
+        ]
+        losses = [driver.loss for driver in running if driver.loss is not None]
+        if losses:
+            parts.append(f"median loss {median(losses):.3f}")
+        if self._evaluations:
+            parts.append(f"{self._evaluations:,} evaluations")
+        return ", ".join(parts)
 
     def _summary(self, result: JobResult, root: Path) -> str:
         parts = [f"{result.job}: {result.status}"]
@@ -116,6 +141,11 @@ class ProgressLines:
             parts.append(f"best {result.best_eval_loss:.4f} at step {result.best_step}")
         parts.append(str(root / result.adapter) if result.adapter else "no adapter")
         return ", ".join(parts)
+
+
+def worth_a_line(result: JobResult, jobs: int) -> bool:
+    """Whether a job's end is said when it comes: among many, only what somebody should look at."""
+    return jobs < MANY_JOBS or result.status in (Status.FAILED.value, Status.PAUSED.value)
 
 
 def end_line(result: JobResult) -> str:

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,8 +12,8 @@ from tlora.model.adapters import AdapterWeights
 from tlora.model.peft_format import serving_commands
 from tlora.runtime.checkpointing import CheckpointWriter, SaveFailed
 from tlora.runtime.directory import JobResult, RunDirectory
-from tlora.runtime.exporting import export
-from tlora.runtime.progress import Progress
+from tlora.runtime.exporting import copy, export
+from tlora.runtime.progress import MANY_JOBS, Progress
 from tlora.runtime.resuming import Resumption
 from tlora.runtime.settings import job_settings
 from tlora.runtime.sinks import Sinks
@@ -49,9 +50,14 @@ class Recorder:
 
         self._started = time.perf_counter()
         self._last_step: dict[str, float] = {}
+        self._kept: list[str] = []
+        self._resumed: list[str] = []
+        """Lines about jobs that were over before, and that go on; said when all are known."""
 
     def start(self, drivers: list[JobDriver], budget_tokens: int) -> None:
         self._started = time.perf_counter()
+        self._say_each_or_all(self._kept, f"{len(self._kept)} jobs were over before")
+        self._say_each_or_all(self._resumed, f"{len(self._resumed)} jobs go on where they stopped")
         for driver in drivers:
             self._drivers[driver.name] = driver
             self._last_step[driver.name] = self._started
@@ -64,7 +70,7 @@ class Recorder:
     def keep(self, result: JobResult) -> None:
         """The job was over before this run began."""
         self.results.append(result)
-        self.progress.say(f"{result.job}: {result.status} before, after {result.steps} steps")
+        self._kept.append(f"{result.job}: {result.status} before, after {result.steps} steps")
 
     def resume(self, driver: JobDriver, found: Resumption) -> None:
         """Cut the job's metrics back to its checkpoint, so that nothing is logged twice."""
@@ -79,15 +85,15 @@ class Recorder:
         size = int(str(found.checkpoint.progress["metrics_bytes"]))
         if metrics.exists() and metrics.stat().st_size > size:
             os.truncate(metrics, size)
-        self.progress.say(f"{driver.name}: goes on after step {found.checkpoint.state.step}")
+        self._resumed.append(f"{driver.name}: goes on after step {found.checkpoint.state.step}")
 
     def save(self, drivers: list[JobDriver]) -> None:
         """Checkpoint jobs that were stopped, and wait until that is done."""
         for driver in drivers:
             self._checkpoint(driver)
         self._writer.flush()
-        for driver in drivers:
-            self.progress.say(f"{driver.name}: saved at step {driver.step}/{driver.total_steps}")
+        saved = [f"{each.name}: saved at step {each.step}/{each.total_steps}" for each in drivers]
+        self._say_each_or_all(saved, f"{len(saved)} jobs saved where they are")
         for failure in self._writer.failures():
             self.progress.say(f"{failure.job}: {failure.reason}")
 
@@ -153,8 +159,7 @@ class Recorder:
     def on_end(self, driver: JobDriver) -> None:
         adapter = None
         if driver.status in (Status.COMPLETED, Status.STOPPED_EARLY):
-            weights = self.engine.super_model.weights(driver.name)
-            adapter = self._export(driver, weights, "adapter")
+            adapter = self._export_last(driver)
         serving = []
         if adapter is not None:
             path = (self.directory.root / adapter).resolve()
@@ -185,6 +190,9 @@ class Recorder:
         self.directory.event("ended", job=driver.name, status=result.status, reason=result.reason)
         self.sinks.close(driver.name, result.status)
         self.progress.on_end(result)
+
+    def _say_each_or_all(self, each: list[str], together: str) -> None:
+        self.progress.say(*(each if len(each) < MANY_JOBS else [together]))
 
     def _checkpoint(self, driver: JobDriver) -> None:
         progress = driver.progress() | {
@@ -224,11 +232,29 @@ class Recorder:
         path = self._metrics_path(driver)
         return path.stat().st_size if path.exists() else 0
 
+    def _export_last(self, driver: JobDriver) -> str | None:
+        """The adapter at the end. Where it is the best one, found in this run, it was verified when
+        it was written and is copied: with many jobs a look at the logits costs more than a step."""
+        best, path = driver.best, self.directory.job(driver.name)
+        found = best is not None and best.step == driver.step and best.weights is not None
+        if found and self._has_best(driver):
+            return self._written(driver, "adapter", lambda: copy(path / "best", path / "adapter"))
+        weights = self.engine.super_model.weights(driver.name)
+        return self._export(driver, weights, "adapter")
+
     def _export(self, driver: JobDriver, weights: AdapterWeights, name: str) -> str | None:
+        path, model = self.directory.job(driver.name) / name, self.engine.super_model
+        return self._written(
+            driver,
+            name,
+            lambda: export(path, weights, driver.spec, self.base, model, driver.train[0]),
+        )
+
+    def _written(self, driver: JobDriver, name: str, write: Callable[[], None]) -> str | None:
         """A full disk or a wrong file is this job's failure, not its neighbours'."""
         path = self.directory.job(driver.name) / name
         try:
-            export(path, weights, driver.spec, self.base, self.engine.super_model, driver.train[0])
+            write()
         except (OSError, TloraError, RuntimeError, MemoryError) as error:
             driver.status = Status.FAILED
             driver.reason = f"the adapter could not be written to {path}: {error}"

@@ -80,10 +80,7 @@ class RunLog:
 
 
 def read_run(root: Path) -> RunLog:
-    try:
-        about = json.loads((root / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SpecError(f"{root} is not the directory of a run: {error}") from error
+    about = read_about(root)
     spec = read_spec(root / "resolved.yaml")
     settings = {str(job["name"]): flat(job) for job in spec.get("jobs", [])}
     names = dict.fromkeys([*settings, *about.get("jobs", [])])
@@ -112,6 +109,25 @@ def read_run(root: Path) -> RunLog:
         ],
         sessions=sessions,
     )
+
+
+def read_about(root: Path) -> Record:
+    """run.json, without which nothing is a run."""
+    if not root.is_dir():
+        raise SpecError(f"{root} is {'a file' if root.exists() else 'not there'}; name a directory")
+    try:
+        about = json.loads((root / "run.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        inside = sorted(path.parent.name for path in root.glob("*/run.json"))
+        hint = f"; did you mean {root / inside[0]}?" if inside else ""
+        raise SpecError(
+            f"{root} is not the directory of a run: it holds no run.json{hint}"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{root} is not the directory of a run: run.json: {error}") from error
+    if not isinstance(about, dict):
+        raise SpecError(f"{root} is not the directory of a run: run.json holds no mapping")
+    return about
 
 
 def read_job(folder: Path, settings: dict[str, object]) -> JobLog:

@@ -25,6 +25,7 @@ from tlora.runtime.checking import (
     prepare_jobs,
     start_of,
 )
+from tlora.runtime.data_lines import full_lines, start_lines
 from tlora.runtime.directory import JobResult, RunDirectory, replace_text
 from tlora.runtime.environment import quieten_libraries
 from tlora.runtime.interrupts import interruptible
@@ -74,8 +75,7 @@ def train(
     check_targets(spec, find_targets(shape))
     data = prepare_jobs(spec, limit=context_length(shape.config))
     budget = nano_batch_tokens(spec, device, data)
-    for name, prepared in data.items():
-        progress.say(*(f"{name}: {line}" for line in prepared.report.lines()))
+    progress.say(*start_lines(spec.jobs, data, directory.root / "data.txt"))
     model = load_super_model(spec, device)
     proof = None
     if spec.engine.isolation == "exact":
@@ -97,6 +97,7 @@ def train(
         # Jobs of an earlier command that this one leaves out keep their settings on record.
         recorded = replace(spec, jobs=(*spec.jobs, *absent))
         replace_text(directory.root / "resolved.yaml", dump_spec(recorded))
+        replace_text(directory.root / "data.txt", "\n".join(full_lines(data)) + "\n")
         directory.write_json(directory.root / "run.json", describe_run(spec, device, proof))
         drivers = enter_jobs(spec, data, starts, recorder)
         recorder.start(drivers, budget)

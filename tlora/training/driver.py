@@ -6,11 +6,11 @@ A driver feeds the engine; the engine decides with whom and when. Nothing here k
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 from tlora.core.errors import DataError, JobFailed
 from tlora.core.job import JobSpec
-from tlora.core.sequence import TokenSequence
+from tlora.core.sequence import Sequences
 from tlora.data.cursor import Cursor, next_batch, total_steps
 from tlora.model.adapters import AdapterWeights
 from tlora.training.engine import Engine
@@ -18,14 +18,6 @@ from tlora.training.engine_job import JobState
 from tlora.training.learning_rate import learning_rate
 from tlora.training.optimiser import AdamW
 from tlora.training.outcome import EvaluationDone, StepDone
-
-
-class Sequences(Protocol):
-    """What a job draws its rows from."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> TokenSequence: ...
 
 
 class Status(Enum):
@@ -103,8 +95,7 @@ class JobDriver:
         if not self._idle or self.status is not Status.RUNNING:
             return
         if self._evaluation_due and self.evaluation is not None:
-            rows = [self.evaluation[index] for index in range(len(self.evaluation))]
-            engine.evaluate(self.name, rows)
+            engine.evaluate(self.name, self.evaluation)
             self._idle = False
         elif self.step < self.total_steps:
             self._feed_batch(engine)

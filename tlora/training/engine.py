@@ -12,19 +12,23 @@ import time
 import torch
 
 from tlora.core.errors import JobFailed
-from tlora.core.sequence import TokenSequence
+from tlora.core.sequence import Sequences, TokenSequence
 from tlora.model.adapters import AdapterWeights
+from tlora.model.memory import is_out_of_memory
 from tlora.model.packing import pack
 from tlora.model.super_model import SuperModel
 from tlora.training import loss, optimiser
 from tlora.training.compose import Composition, Kind, buckets_for, compose
-from tlora.training.engine_job import EngineJob, JobState, StepRequest
+from tlora.training.engine_job import EngineJob, HeldOut, JobState, StepRequest
 from tlora.training.optimiser import AdamW
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
 
 logger = logging.getLogger(__name__)
 
 MIN_BUDGET = 64
+EVALUATION_WINDOW = 4
+"""So many nano-batches of a job's held-out rows are looked at when one is composed: enough to find
+rows that fill a gap, and the same work however many rows there are."""
 
 
 class Engine:
@@ -123,15 +127,19 @@ class Engine:
             raise ValueError(f"job '{name}' waits for its step already")
         job.request = StepRequest(learning_rate, max_grad_norm)
 
-    def evaluate(self, name: str, sequences: list[TokenSequence]) -> None:
-        """Ask for the mean loss on these sequences; the job must have no batch under way."""
+    def evaluate(self, name: str, sequences: Sequences) -> None:
+        """Ask for the mean loss on these sequences, which are read as they are needed and must not
+        change; the job must have no batch under way."""
         job = self._job(name)
         if job.kind is not None:
             raise ValueError(f"job '{name}' is busy")
-        _check_sequences(name, sequences, self.super_model.vocabulary)
-        if not any(sequence.num_targets for sequence in sequences):
-            raise ValueError(f"job '{name}' has no trained token to be evaluated on")
-        job.start_evaluation(sequences)
+        if job.held_out is None or job.held_out.sequences is not sequences:
+            # Once: every evaluation of a job is on the same rows.
+            targets = _check_sequences(name, sequences, self.super_model.vocabulary)
+            if not targets:
+                raise ValueError(f"job '{name}' has no trained token to be evaluated on")
+            job.held_out = HeldOut(sequences, targets)
+        job.start_evaluation(window_tokens=EVALUATION_WINDOW * self.budget_tokens)
 
     def has_work(self) -> bool:
         return any(job.left or job.due for job in self._jobs.values())
@@ -147,7 +155,7 @@ class Engine:
             sums = self._run(composition)
         except Exception as error:
             # Whatever it was, it is undone; who caused it shows when each job runs by itself.
-            if _is_out_of_memory(error):
+            if is_out_of_memory(error):
                 return self._out_of_memory(composition, jobs, error)
             return self._broken_off(jobs, error)
         tokens = {}
@@ -213,6 +221,7 @@ class Engine:
         for job in list(self._jobs.values()):
             try:
                 job.check_finite()
+                job.draw()
                 if job.due:
                     steps.append(self._step(job))
                 elif job.kind is Kind.EVALUATE and not job.left:
@@ -220,8 +229,9 @@ class Engine:
             except JobFailed as failure:
                 failures.append(failure)
                 self.detach(job.name)
-            except (RuntimeError, OverflowError) as error:
-                # A rate or decay beyond what float32 holds: nobody else's step is held up by it.
+            except (RuntimeError, OverflowError, ValueError, OSError) as error:
+                # A rate or decay beyond what float32 holds, or a row that can no longer be read:
+                # nobody else is held up by it.
                 failures.append(JobFailed(f"step {job.step}: {error}", job=job.name))
                 self.detach(job.name)
         return Outcome(
@@ -298,10 +308,14 @@ class Engine:
             rows.exp_avg_sq.copy_(state.exp_avg_sq[key])
 
 
-def _check_sequences(name: str, sequences: list[TokenSequence], vocabulary: int) -> None:
-    if not sequences:
+def _check_sequences(name: str, sequences: Sequences, vocabulary: int) -> int:
+    """Raises for what would break a nano-batch; how many tokens are trained."""
+    if not len(sequences):
         raise ValueError(f"job '{name}' was given no sequences")
-    for sequence in sequences:
+    targets = 0
+    for index in range(len(sequences)):
+        sequence = sequences[index]
+        targets += sequence.num_targets
         if not len(sequence):
             raise ValueError(f"job '{name}' was given an empty sequence {sequence.origin}".rstrip())
         # On a GPU such a token would end the whole process.
@@ -310,6 +324,7 @@ def _check_sequences(name: str, sequences: list[TokenSequence], vocabulary: int)
                 f"job '{name}' was given a token beyond the base model's {vocabulary} "
                 f"{sequence.origin}".rstrip()
             )
+    return targets
 
 
 def _check_state(name: str, weights: AdapterWeights, state: JobState) -> None:
@@ -322,10 +337,3 @@ def _check_state(name: str, weights: AdapterWeights, state: JobState) -> None:
     for moments in (state.exp_avg, state.exp_avg_sq):
         if {key: moment.shape for key, moment in moments.items()} != shapes:
             raise ValueError(f"job '{name}': the state belongs to another adapter")
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """torch has a type for a device that is full, but none for the host."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        "DefaultCPUAllocator" in str(error)
-    )

@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 
 from tlora.core.errors import JobFailed
-from tlora.core.sequence import TokenSequence
+from tlora.core.sequence import Sequences, TokenSequence
 from tlora.kernels.streams import step_key
 from tlora.model.adapters import AdapterWeights
 from tlora.model.packing import Share
@@ -28,6 +28,22 @@ class FedSequence:
 
     loss_scale: float
     """What the loss of each of its trained tokens counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """What a job is evaluated on."""
+
+    sequences: Sequences
+    num_targets: int
+
+
+@dataclass(slots=True)
+class Drawn:
+    """How far an evaluation has read its rows."""
+
+    sequences: int = 0
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +78,11 @@ class EngineJob:
     left: list[int] = field(default_factory=list[int])
     """Indices into `batch` that have not gone through."""
 
+    held_out: HeldOut | None = None
+    drawn: Drawn = field(default_factory=Drawn)
+    """Of the held-out rows: `batch` has only those of a window, however many there are."""
+
+    window_tokens: int = 0
     request: StepRequest | None = None
     loss: float = 0.0
     """Of what has gone through."""
@@ -78,11 +99,37 @@ class EngineJob:
 
     def feed(self, sequences: list[TokenSequence], loss_scale: float) -> None:
         self.kind = Kind.TRAIN
-        self._append(sequences, loss_scale)
+        last = self.batch[-1] if self.batch else None
+        self._append(sequences, loss_scale, offset=last.row_offset + last.length if last else 0)
 
-    def start_evaluation(self, sequences: list[TokenSequence]) -> None:
+    def start_evaluation(self, *, window_tokens: int) -> None:
+        """On the rows in `held_out`; `window_tokens` is more than a nano-batch takes."""
         self.kind = Kind.EVALUATE
-        self._append(sequences, 1.0 / sum(sequence.num_targets for sequence in sequences))
+        self.window_tokens = window_tokens
+        self.draw()
+
+    def draw(self) -> None:
+        """Fill the window with held-out rows, if the job is being evaluated. It stays beyond what
+        one nano-batch can take, so that a job with more rows is composed as one; rows that went
+        through are let go."""
+        if self.kind is not Kind.EVALUATE or self.held_out is None:
+            return
+        rows, drawn = self.held_out.sequences, self.drawn
+        if drawn.sequences == len(rows):
+            return
+        waiting = sum(self.batch[index].length for index in self.left)
+        more: list[TokenSequence] = []
+        while drawn.sequences + len(more) < len(rows) and (
+            waiting <= self.window_tokens or len(self.left) + len(more) < 2
+        ):
+            more.append(rows[drawn.sequences + len(more)])
+            waiting += len(more[-1])
+        if more:
+            self.batch = [self.batch[index] for index in self.left]
+            self.left = list(range(len(self.batch)))
+            self._append(more, 1.0 / self.held_out.num_targets, offset=drawn.tokens)
+            drawn.sequences += len(more)
+            drawn.tokens += sum(map(len, more))
 
     def waiting(self) -> Waiting:
         assert self.kind is not None
@@ -120,8 +167,12 @@ class EngineJob:
 
     def replay(self) -> None:
         """Back to the start of the batch; the caller clears the gradients."""
-        self.left = list(range(len(self.batch)))
         self._forget_progress()
+        if self.kind is Kind.EVALUATE:
+            self.batch, self.left, self.drawn = [], [], Drawn()
+            self.draw()
+        else:
+            self.left = list(range(len(self.batch)))
 
     def check_finite(self) -> None:
         if not math.isfinite(self.loss):
@@ -169,20 +220,19 @@ class EngineJob:
         return done
 
     def finish_evaluation(self) -> EvaluationDone:
+        assert self.held_out is not None
         done = EvaluationDone(
             job=self.name,
             step=self.step,
             loss=self.loss,
-            target_tokens=sum(each.sequence.num_targets for each in self.batch),
-            tokens=sum(each.length for each in self.batch),
-            sequences=len(self.batch),
+            target_tokens=self.held_out.num_targets,
+            tokens=self.drawn.tokens,
+            sequences=self.drawn.sequences,
         )
         self._clear()
         return done
 
-    def _append(self, sequences: list[TokenSequence], loss_scale: float) -> None:
-        last = self.batch[-1] if self.batch else None
-        offset = last.row_offset + last.length if last else 0
+    def _append(self, sequences: list[TokenSequence], loss_scale: float, offset: int) -> None:
         for sequence in sequences:
             self.left.append(len(self.batch))
             self.batch.append(FedSequence(sequence, len(sequence), offset, loss_scale))
@@ -192,6 +242,7 @@ class EngineJob:
         self.kind = None
         self.batch = []
         self.left = []
+        self.drawn = Drawn()
         self.request = None
         self._forget_progress()
 

@@ -73,20 +73,21 @@ def add_forward(
     rows: torch.Tensor,
     linears: list[int],
 ) -> None:
-    """y_l += delta_l; S is written to the first columns of s, those of a linear behind those of the
-    one before."""
+    """y_l += delta_l. The segment's S of [tokens, width], columns of a linear behind those of the one
+    before, is written without gaps to where its rows begin in s."""
     values = matrices(a, b)
     busy = [segment for segment in segments if segment.width and segment.start < segment.stop]
-    for segment, x_s, s_s, *y_s in _cut_tokens(busy, x, s, *y):
+    for segment, x_s, *y_s in _cut_tokens(busy, x, *y):
         x_s = x_s.to(a.dtype)
         own = values.rows(segment)
+        s_s = _of_segment(s, segment)
         pieces_of_s = _by_linear(s_s, own)
         if segment.threshold:
             rows_s = rows[segment.start : segment.stop]
             for (i, a_l, _), s_l in zip(own.parts, pieces_of_s, strict=True):
                 _write_product(s_l, _dropped(x_s, rows_s, segment, linears[i]), a_l.t())
         else:
-            _write_product(s_s[:, : segment.width], x_s, own.a.t())
+            _write_product(s_s, x_s, own.a.t())
         for (i, _, b_l), s_l in zip(own.parts, pieces_of_s, strict=True):
             _add_product(y_s[i], s_l, b_l, segment.scale)
 
@@ -108,12 +109,12 @@ def add_backward(
     forward wrote."""
     values, gradients = matrices(a, b), matrices(grad_a, grad_b)
     busy = [segment for segment in segments if segment.width and segment.start < segment.stop]
-    for segment, x_s, dx_s, s_s, *dy_s in _cut_tokens(busy, x, dx, s, *dy):
+    for segment, x_s, dx_s, *dy_s in _cut_tokens(busy, x, dx, *dy):
         x_s = x_s.to(a.dtype)
         dy_s = [dy_l.to(a.dtype) for dy_l in dy_s]
         own, grads = values.rows(segment), gradients.rows(segment)
         for (i, _, _), (_, _, grad_b_l), s_l in zip(
-            own.parts, grads.parts, _by_linear(s_s, own), strict=True
+            own.parts, grads.parts, _by_linear(_of_segment(s, segment), own), strict=True
         ):
             grad_b_l.addmm_(s_l.t(), dy_s[i], alpha=segment.scale)
         if segment.threshold:
@@ -152,11 +153,17 @@ def _dropped(x_s, rows_s, segment: Segment, linear: int) -> torch.Tensor:
     return dropped(x_s, rows_s, key=key, threshold=segment.threshold)
 
 
+def _of_segment(s: torch.Tensor, segment: Segment) -> torch.Tensor:
+    """Its S. Rows that lay as far apart as in s, which is as wide as the widest job needs, would let
+    neighbours decide how a product is computed."""
+    tokens = segment.stop - segment.start
+    place = s.view(-1)[segment.start * s.shape[1] :]
+    return place[: tokens * segment.width].view(tokens, segment.width)
+
+
 def _by_linear(s: torch.Tensor, own: Rows) -> list[torch.Tensor]:
     """The columns of S that belong to each linear."""
-    widths = [len(a_l) for _, a_l, _ in own.parts]
-    unused = s.shape[1] - len(own.a)
-    return list(s.split([*widths, unused], dim=1))[:-1] if unused else list(s.split(widths, dim=1))
+    return list(s.split([len(a_l) for _, a_l, _ in own.parts], dim=1))
 
 
 def _cut_tokens(segments: list[Segment], *tensors: torch.Tensor | None):
