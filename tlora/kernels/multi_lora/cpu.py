@@ -6,6 +6,7 @@ products are so small that slicing counts: tokens are cut for all segments at on
 the pool are kept from call to call.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,13 +15,29 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tlora.kernels.multi_lora.tables import Segment
 from tlora.kernels.streams import apply_mask, dropped, keep_mask, linear_key
 
+LINE = 16
+"""float32 values in a cache line."""
+
+
+class Part(NamedTuple):
+    """A job's rank rows for one linear."""
+
+    linear: int
+    a: torch.Tensor
+    b: torch.Tensor
+    b_transposed: torch.Tensor
+
 
 class Rows(NamedTuple):
     """A job's rank rows in the matrices of a group, or in their gradients."""
 
     a: torch.Tensor
-    parts: list[tuple[int, torch.Tensor, torch.Tensor]]
-    """(linear, its rows of a, its rows of b), for the linears that the job adapts."""
+    a_transposed: torch.Tensor
+    parts: list[Part]
+    """For the linears that the job adapts."""
+
+    ranks: list[int]
+    """Of the parts."""
 
 
 class Matrices:
@@ -47,9 +64,10 @@ class Matrices:
         parts, first = [], 0
         for i, (rank, row) in enumerate(zip(segment.ranks, segment.b_rows, strict=True)):
             if rank:
-                parts.append((i, a[first : first + rank], self.b[i].detach()[row : row + rank]))
+                b = self.b[i].detach()[row : row + rank]
+                parts.append(Part(i, a[first : first + rank], b, b.t()))
                 first += rank
-        return Rows(a, parts)
+        return Rows(a, a.t(), parts, [rank for rank in segment.ranks if rank])
 
 
 _known = WeakTensorKeyDictionary()
@@ -73,23 +91,25 @@ def add_forward(
     rows: torch.Tensor,
     linears: list[int],
 ) -> None:
-    """y_l += delta_l. The segment's S of [tokens, width], columns of a linear behind those of the one
-    before, is written without gaps to where its rows begin in s."""
+    """y_l += delta_l. Every segment's S of [tokens, width], the columns of a linear behind those of
+    the one before, is written to s without gaps."""
     values = matrices(a, b)
     busy = [segment for segment in segments if segment.width and segment.start < segment.stop]
-    for segment, x_s, *y_s in _cut_tokens(busy, x, *y):
-        x_s = x_s.to(a.dtype)
+    pieces = zip(busy, _cut_s(s, busy), *(_cut_tokens(t, busy) for t in (x, *y)), strict=True)
+    for segment, s_s, x_s, *y_s in pieces:
         own = values.rows(segment)
-        s_s = _of_segment(s, segment)
-        pieces_of_s = _by_linear(s_s, own)
+        x_s = _in_format(x_s, a)
+        parts_of_s = _by_linear(s_s, own)
         if segment.threshold:
             rows_s = rows[segment.start : segment.stop]
-            for (i, a_l, _), s_l in zip(own.parts, pieces_of_s, strict=True):
-                _write_product(s_l, _dropped(x_s, rows_s, segment, linears[i]), a_l.t())
+            for part, s_l in zip(own.parts, parts_of_s, strict=True):
+                key = linear_key(segment.key, linears[part.linear])
+                x_l = dropped(x_s, rows_s, key=key, threshold=segment.threshold)
+                _write_product(s_l, x_l, part.a.t())
         else:
-            _write_product(s_s, x_s, own.a.t())
-        for (i, _, b_l), s_l in zip(own.parts, pieces_of_s, strict=True):
-            _add_product(y_s[i], s_l, b_l, segment.scale)
+            _write_product(s_s, x_s, own.a_transposed)
+        for part, s_l in zip(own.parts, parts_of_s, strict=True):
+            _add_product(y_s[part.linear], s_l, part.b, segment.scale)
 
 
 def add_backward(
@@ -109,14 +129,15 @@ def add_backward(
     forward wrote."""
     values, gradients = matrices(a, b), matrices(grad_a, grad_b)
     busy = [segment for segment in segments if segment.width and segment.start < segment.stop]
-    for segment, x_s, dx_s, *dy_s in _cut_tokens(busy, x, dx, *dy):
-        x_s = x_s.to(a.dtype)
-        dy_s = [dy_l.to(a.dtype) for dy_l in dy_s]
+    dx_pieces = [None] * len(busy) if dx is None else _cut_tokens(dx, busy)
+    dy_pieces = (_cut_tokens(dy_l, busy) for dy_l in dy)
+    pieces = zip(busy, _cut_s(s, busy), dx_pieces, _cut_tokens(x, busy), *dy_pieces, strict=True)
+    for segment, s_s, dx_s, x_s, *dy_s in pieces:
         own, grads = values.rows(segment), gradients.rows(segment)
-        for (i, _, _), (_, _, grad_b_l), s_l in zip(
-            own.parts, grads.parts, _by_linear(_of_segment(s, segment), own), strict=True
-        ):
-            grad_b_l.addmm_(s_l.t(), dy_s[i], alpha=segment.scale)
+        x_s = _in_format(x_s, a)
+        dy_s = [_in_format(dy_l, a) for dy_l in dy_s]
+        for part, s_l in zip(grads.parts, _by_linear(s_s, own), strict=True):
+            part.b.addmm_(s_l.t(), dy_s[part.linear], alpha=segment.scale)
         if segment.threshold:
             _backward_dropped(segment, dx_s, x_s, dy_s, own, grads, rows, linears)
         else:
@@ -124,9 +145,9 @@ def add_backward(
 
 
 def _backward_shared(segment, dx_s, x_s, dy_s, own: Rows, grads: Rows):
-    ds = x_s.new_empty(len(x_s), segment.width)
-    for (i, _, b_l), ds_l in zip(own.parts, _by_linear(ds, own), strict=True):
-        _write_product(ds_l, dy_s[i], b_l.t())
+    ds = x_s.new_empty(x_s.shape[0], segment.width)
+    for part, ds_l in zip(own.parts, _by_linear(ds, own), strict=True):
+        _write_product(ds_l, dy_s[part.linear], part.b_transposed)
     grads.a.addmm_(ds.t(), x_s, alpha=segment.scale)
     if dx_s is not None:
         _add_product(dx_s, ds, own.a, segment.scale)
@@ -136,53 +157,47 @@ def _backward_dropped(segment, dx_s, x_s, dy_s, own: Rows, grads: Rows, rows, li
     rows_s = rows[segment.start : segment.stop]
     # A copy where the formats differ, so that the sum over linears is rounded once.
     sum_s = None if dx_s is None else dx_s.to(own.a.dtype)
-    for (i, a_l, b_l), (_, grad_a_l, _) in zip(own.parts, grads.parts, strict=True):
-        key = linear_key(segment.key, linears[i])
+    for part, grad in zip(own.parts, grads.parts, strict=True):
+        key = linear_key(segment.key, linears[part.linear])
         kept = keep_mask(rows_s, x_s.shape[1], key=key, threshold=segment.threshold)
-        ds = dy_s[i].mm(b_l.t())
-        grad_a_l.addmm_(ds.t(), apply_mask(x_s, kept, segment.threshold), alpha=segment.scale)
+        ds = dy_s[part.linear].mm(part.b_transposed)
+        grad.a.addmm_(ds.t(), apply_mask(x_s, kept, segment.threshold), alpha=segment.scale)
         if sum_s is not None:
-            back = apply_mask(ds.mm(a_l), kept, segment.threshold)
+            back = apply_mask(ds.mm(part.a), kept, segment.threshold)
             sum_s.add_(back, alpha=segment.scale)
     if dx_s is not None and dx_s.dtype != own.a.dtype:
         dx_s.copy_(sum_s)
 
 
-def _dropped(x_s, rows_s, segment: Segment, linear: int) -> torch.Tensor:
-    key = linear_key(segment.key, linear)
-    return dropped(x_s, rows_s, key=key, threshold=segment.threshold)
+def _cut_s(s: torch.Tensor, segments: list[Segment]) -> list[torch.Tensor]:
+    """Each segment's S, in one piece of memory: if its rows were as far apart as those of s, which
+    is as wide as the widest job needs, neighbours would decide how its products are computed."""
+    shapes = [(segment.stop - segment.start, segment.width) for segment in segments]
+    sizes: list[int] = []
+    for tokens, width in shapes:
+        # A piece begins where a cache line does, as a tensor of its own would.
+        sizes += [tokens * width, -tokens * width % LINE]
+    sizes.append(s.numel() - sum(sizes))
+    pieces = s.view(-1).split(sizes)[::2]
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=False)]
 
 
-def _of_segment(s: torch.Tensor, segment: Segment) -> torch.Tensor:
-    """Its S. Rows that lay as far apart as in s, which is as wide as the widest job needs, would let
-    neighbours decide how a product is computed."""
-    tokens = segment.stop - segment.start
-    place = s.view(-1)[segment.start * s.shape[1] :]
-    return place[: tokens * segment.width].view(tokens, segment.width)
-
-
-def _by_linear(s: torch.Tensor, own: Rows) -> list[torch.Tensor]:
-    """The columns of S that belong to each linear."""
-    return list(s.split([len(a_l) for _, a_l, _ in own.parts], dim=1))
-
-
-def _cut_tokens(segments: list[Segment], *tensors: torch.Tensor | None):
-    """(segment, the rows of each tensor that are its own), segment by segment."""
-    sizes, wanted, end = [], [], 0
+def _cut_tokens(x: torch.Tensor, segments: list[Segment]) -> list[torch.Tensor]:
+    """Each segment's rows."""
+    sizes, end = [], 0
     for segment in segments:
-        if segment.start > end:
-            sizes.append(segment.start - end)
-        wanted.append(len(sizes))
-        sizes.append(segment.stop - segment.start)
+        sizes += [segment.start - end, segment.stop - segment.start]
         end = segment.stop
-    first = tensors[0]
-    assert first is not None
-    if end < len(first):
-        sizes.append(len(first) - end)
-    nothing = [None] * len(sizes)
-    pieces = [nothing if tensor is None else tensor.split(sizes) for tensor in tensors]
-    for segment, index in zip(segments, wanted, strict=True):
-        yield segment, *(piece[index] for piece in pieces)
+    return list(x.split([*sizes, x.shape[0] - end])[1::2])
+
+
+def _by_linear(s: torch.Tensor, own: Rows) -> Sequence[torch.Tensor]:
+    """The columns of S that belong to each linear."""
+    return (s,) if len(own.ranks) == 1 else s.split(own.ranks, dim=1)
+
+
+def _in_format(x: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == of.dtype else x.to(of.dtype)
 
 
 def _write_product(target: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

@@ -54,7 +54,7 @@ class Group(NamedTuple):
 
 def table_route(table: torch.Tensor, scales: torch.Tensor, s_width: int) -> Route:
     """`s_width`: at least the rank rows of any job over all linears of the group."""
-    # In 64 bytes, so that every segment's S begins as well aligned as a tensor of its own.
+    # In cache lines, so that there is room to begin every segment's S with one.
     return Route(table, scales, -max(1, -(-s_width // 16)) * 16)
 
 

@@ -11,7 +11,8 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from tlora.core.errors import ModelError, SpecError
-from tlora.model.loading import OUT_OF_MEMORY, resolve_device
+from tlora.model.loading import resolve_device
+from tlora.model.memory import is_out_of_memory
 from tlora.model.super_model import SuperModel
 from tlora.model.targets import choose_targets
 from tlora.runtime.benchmark import frozen, linears, machine, peft_arm, shapes
@@ -126,7 +127,9 @@ def run_benchmark(settings: Settings, say: Say) -> Result:
 
     try:
         return _run(settings, remember)
-    except OUT_OF_MEMORY:
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
         raise SpecError(
             f"out of memory ({doing}); take fewer tokens a nano-batch, smaller batches, shorter "
             "sequences or a smaller shape",
