@@ -12,7 +12,7 @@ from tlora.core.job import BaseSpec
 from tlora.model import peft_format
 from tlora.model.peft_format import read_adapter
 from tlora.runtime import exporting
-from tlora.runtime.exporting import copy, export
+from tlora.runtime.exporting import export
 
 BASE = BaseSpec(model="org/base")
 
@@ -109,9 +109,9 @@ def test_a_copy_replaces_an_adapter_whole(tmp_path: Path) -> None:
     adapter.mkdir()
     (adapter / "old").write_text("old")
     with pytest.raises(OSError):
-        copy(tmp_path / "nowhere", adapter)
+        exporting.copy(tmp_path / "nowhere", adapter)
     assert [path.name for path in adapter.iterdir()] == ["old"]
-    copy(best, adapter)
+    exporting.copy(best, adapter)
     assert [path.name for path in adapter.iterdir()] == ["adapter_model.safetensors"]
     assert (adapter / "adapter_model.safetensors").read_bytes() == b"new"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "best"]

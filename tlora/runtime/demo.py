@@ -13,10 +13,11 @@ from tlora.model.loading import load_base, load_tokenizer, resolve_device
 from tlora.model.peft_format import AdapterFile, read_adapter
 from tlora.model.targets import find_targets
 from tlora.runtime.answering import Answer, answer, right_answers
+from tlora.runtime.budget import nano_batch_tokens
 from tlora.runtime.checking import prepare_jobs
 from tlora.runtime.comparing import Comparison, compare
 from tlora.runtime.directory import JobResult
-from tlora.runtime.training import RunResult, load_super_model, nano_batch_tokens
+from tlora.runtime.training import RunResult, load_super_model
 
 EXAMPLES = 3
 """Jobs whose answers are shown, from the top of the file."""
@@ -57,11 +58,12 @@ def look_back(spec: RunSpec, run: RunResult) -> DemoResult:
     data = prepare_jobs(spec, limit=None)
     learnt, examples = look_at_answers(spec, data, run)
     device = resolve_device(spec.engine.device)
+    model = load_super_model(spec, device)
     comparison = compare(
-        load_super_model(spec, device),
+        model,
         spec.jobs,
         data,
-        budget_tokens=nano_batch_tokens(spec, device, data),
+        budget_tokens=nano_batch_tokens(spec, device, data, model.model.num_parameters()),
         share=COMPARED_SHARE,
         seconds=COMPARED_SECONDS,
     )

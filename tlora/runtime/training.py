@@ -11,13 +11,14 @@ import transformers
 
 import tlora
 from tlora.config import dump_spec
-from tlora.core.errors import JobFailed, SpecError
+from tlora.core.errors import JobFailed
 from tlora.core.job import JobSpec, RunSpec
 from tlora.data.prepare import PreparedData
 from tlora.model.adapters import AdapterWeights
 from tlora.model.loading import load_base, load_shape, resolve_device
 from tlora.model.super_model import SuperModel
 from tlora.model.targets import find_targets
+from tlora.runtime.budget import nano_batch_tokens
 from tlora.runtime.checking import (
     check_start,
     check_targets,
@@ -39,9 +40,6 @@ from tlora.training.driver import JobDriver
 from tlora.training.engine import Engine
 from tlora.training.exactness import Exactness, prove_exact
 from tlora.training.loop import run_jobs
-
-DEFAULT_BUDGET = {"cpu": 1024, "cuda": 8192}
-"""Tokens of a nano-batch: past the knee on two CPU cores and on one H200 (docs/log.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ def train(
     shape = load_shape(spec.base)
     check_targets(spec, find_targets(shape))
     data = prepare_jobs(spec, limit=context_length(shape.config))
-    budget = nano_batch_tokens(spec, device, data)
+    budget = nano_batch_tokens(spec, device, data, shape.num_parameters())
     progress.say(*start_lines(spec.jobs, data, directory.root / "data.txt"))
     model = load_super_model(spec, device)
     proof = None
@@ -183,25 +181,6 @@ def adapter_start(job: JobSpec, model: SuperModel) -> AdapterWeights:
         return model.new_adapter(job)
     check_start(job, model.targets)
     return start_of(job, model.targets).weights
-
-
-def nano_batch_tokens(spec: RunSpec, device: torch.device, data: dict[str, PreparedData]) -> int:
-    """The token budget. Where bits count every nano-batch has this size, so it must hold every row:
-    a size that followed the rows would follow the neighbours'."""
-    chosen = spec.engine.nano_batch_tokens
-    budget = DEFAULT_BUDGET[device.type] if chosen == "auto" else chosen
-    if spec.engine.isolation == "exact":
-        for name, prepared in data.items():
-            views = [view for view in (prepared.train, prepared.evaluation) if view is not None]
-            longest = max(int(view.lengths.max()) for view in views)
-            if longest > budget:
-                raise SpecError(
-                    f"rows of up to {longest} tokens, but exact isolation runs nano-batches of "
-                    f"{budget}; set engine.nano_batch_tokens to at least {longest}",
-                    job=name,
-                    field="train.max_length",
-                )
-    return budget
 
 
 def show_exact(

@@ -49,7 +49,8 @@ class TakeApart(torch.autograd.Function):
         return x.index_select(0, layout.sources)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, *gradients):
+        (gradient,) = gradients
         return _select_then_zeros(gradient, ctx.layout.places, ctx.layout.num_rows), None
 
 
@@ -62,7 +63,8 @@ class PutBack(torch.autograd.Function):
         return _select_then_zeros(x, layout.places, layout.num_rows)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, *gradients):
+        (gradient,) = gradients
         rows = gradient.index_select(0, ctx.layout.sources)
         return rows.index_fill_(0, ctx.layout.repeats, 0.0), None
 

@@ -66,7 +66,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         return losses
 
     @staticmethod
-    def backward(ctx, factors):
+    def backward(ctx, *gradients):
+        (factors,) = gradients
         (gradient,) = ctx.saved_tensors
         scaled = gradient * factors[:, None].to(gradient.dtype) if ctx.has_gradient else None
         return scaled, None, None, None, None

@@ -67,11 +67,10 @@ def write_table(segments: list[Segment], table: torch.Tensor, scales: torch.Tens
 
 def read_table(table: torch.Tensor, scales: torch.Tensor) -> list[Segment]:
     """The segments of a table: waits for the device if it is not in host memory."""
-    version, segments = _last_read.get(table, (None, []))
-    if version != table._version:
-        segments = _parse(table, scales)
-        _last_read[table] = (table._version, segments)
-    return segments
+    last = _last_read.get(table)
+    if last is None or last[0] != table._version:
+        last = _last_read[table] = (table._version, _parse(table, scales))
+    return last[1]
 
 
 def _parse(table: torch.Tensor, scales: torch.Tensor) -> list[Segment]:

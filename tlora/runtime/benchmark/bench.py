@@ -29,6 +29,7 @@ from tlora.runtime.benchmark.rounds import Arm, Rounds, run_rounds
 from tlora.runtime.benchmark.settings import NAMED_LENGTHS, Settings, read_lengths
 from tlora.runtime.benchmark.shapes import Shape
 from tlora.runtime.benchmark.workload import Done, Workload, new_workload
+from tlora.runtime.budget import ON_CPU, ON_CPU_SMALL, ON_CUDA
 from tlora.runtime.environment import quieten_libraries
 
 CLOCKED_RUNS = 3
@@ -203,7 +204,7 @@ def with_defaults(settings: Settings, device: torch.device) -> Settings:
         shape=shape,
         lengths=settings.lengths or (NAMED_LENGTHS if demo else "512"),
         steps=settings.steps or (12 if demo else 6),
-        budget=settings.budget or (8192 if on_cuda else 1024),
+        budget=settings.budget or (ON_CUDA if on_cuda else ON_CPU_SMALL if demo else ON_CPU),
         threads=settings.threads or torch.get_num_threads(),
     )
 

@@ -27,7 +27,7 @@ HELP = {
     "steps": "Optimiser steps of each job. Default: 12 for demo, else 6.",
     "repeats": "Measured rounds; each runs every arm, and the first one again at its end.",
     "dropout": "Dropout of the adapters.",
-    "budget": "Tokens of a nano-batch. Default: 8192 on CUDA, else 1024.",
+    "budget": "Tokens of a nano-batch. Default: 8192 on CUDA, 2048 for demo, else 1024.",
     "device": "auto, cpu or cuda.",
     "threads": "CPU threads. Default: as many as torch takes.",
     "dtype": "Number format of the frozen weights: auto, float32, bfloat16 or float16. auto: "
