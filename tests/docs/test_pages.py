@@ -27,6 +27,7 @@ NOT_RUN = Counter(
         ("docs/tutorial.md", "sets up an environment"): 1,
         ("docs/tutorial.md", "needs vLLM"): 1,
         ("docs/tutorial.md", "needs SGLang"): 1,
+        ("docs/benchmarks.md", "takes minutes"): 1,
         ("docs/migrating.md", "an Axolotl file"): 1,
         ("docs/migrating.md", "a LLaMA-Factory file"): 1,
         ("docs/migrating.md", "needs TRL"): 1,

@@ -88,7 +88,7 @@ def finished(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "jobs.yaml").write_text(JOBS)
     ran = shell.run("tlora check jobs.yaml && tlora train jobs.yaml", folder)
     assert ran.code == 0 and "error" not in ran.output, ran.output
-    assert "nothing is evaluated" not in ran.output
+    assert "no rows are held out" not in ran.output
     return folder
 
 
@@ -115,7 +115,7 @@ def test_asking_to_evaluate_without_held_out_rows_is_told(shell: Shell, folder: 
     """Not refused: other jobs of the file may have some."""
     ran = shell.run("tlora check jobs.yaml -o eval.steps=2", folder)
     assert ran.code == 0
-    assert "nothing is evaluated: set eval.split or data.eval_path" in ran.output
+    assert "eval.steps does nothing; set eval.split or data.eval_path" in ran.output
 
 
 def test_the_base_of_the_demo_can_be_named_to_verify_and_merge(shell: Shell, folder: Path) -> None:

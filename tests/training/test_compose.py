@@ -439,10 +439,10 @@ def test_one_fixed_bucket() -> None:
 
 
 def test_buckets() -> None:
-    """Multiples of a step up to the budget, or halves of it; beyond, multiples of the budget."""
+    """Multiples of a step up to the budget, or few parts of it; beyond, multiples of the budget."""
     assert buckets_for(300, step=128) == (128, 256, 300)
-    assert buckets_for(1024) == (128, 256, 512, 1024)
-    assert buckets_for(3) == (1, 3)
+    assert buckets_for(1024) == (128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+    assert buckets_for(3) == (1, 2, 3)
     assert bucket_of(129, 300, buckets_for(300, step=128)) == 256
     assert bucket_of(300, 300, (300,)) == 300
     assert bucket_of(301, 300, (300,)) == 600

@@ -413,7 +413,7 @@ def breaking(
             hidden.register_hook(fail)
 
     handles = [
-        model.register_forward_pre_hook(look, with_kwargs=True),
+        model.model.register_forward_pre_hook(look, with_kwargs=True),
         model.model.layers[1].register_forward_hook(fail_forward),
         model.model.layers[0].register_forward_hook(fail_backward),
     ]
@@ -738,8 +738,8 @@ def test_an_evaluation_looks_at_a_few_rows_at_a_time(engine: Engine) -> None:
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_the_window_of_an_evaluation_changes_no_result(exact: bool) -> None:
-    """Against all rows at once: the same loss and the same steps of a neighbour; to the bit, and in
-    the same nano-batches, where rows keep their order."""
+    """Against all rows at once: the same loss to rounding; where rows keep their order, to the bit
+    and in the same nano-batches, and the same steps of a neighbour."""
 
     def run(window: int) -> tuple[EvaluationDone, list[dict[str, int]], AdapterWeights]:
         engine = Engine(tiny_super_model(), budget_tokens=128, exact=exact)
@@ -761,7 +761,8 @@ def test_the_window_of_an_evaluation_changes_no_result(exact: bool) -> None:
     if exact:
         assert (done, shares) == (whole, all_shares)
         assert identical(adapter, expected)
-    assert done.loss == pytest.approx(whole.loss, rel=1e-12)
+    # Company decides with whom a sequence shares a call of attention: 2e-10 was measured.
+    assert done.loss == pytest.approx(whole.loss, rel=1e-8)
     assert (done.sequences, done.tokens) == (101, whole.tokens)
 
 

@@ -51,7 +51,10 @@ def idle_settings(jobs: Sequence[JobSpec]) -> list[str]:
         return []
     names = ", ".join(idle[:NAMED_JOBS])
     names += f" and {len(idle) - NAMED_JOBS} more" if len(idle) > NAMED_JOBS else ""
-    return [f"{names}: no rows are held out, so eval.steps does nothing; set eval.split"]
+    return [
+        f"{names}: no rows are held out, so eval.steps does nothing; set eval.split or "
+        "data.eval_path"
+    ]
 
 
 def who(sharing: Sequence[JobSpec]) -> str:

@@ -84,7 +84,6 @@ def train(
     engine = Engine(
         model,
         budget_tokens=budget,
-        bucket_step=64 if device.type == "cpu" else None,
         exact=spec.engine.isolation == "exact",
     )
     sinks = Sinks(spec.report_to, directory.root, progress.say)

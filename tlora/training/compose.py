@@ -55,12 +55,17 @@ class Composition:
     """Of all that were waiting, after this pass."""
 
 
+SIXTEENTHS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
+"""Of the budget: no nano-batch between an eighth and the whole is padded by more than half of it,
+and from a quarter on by no more than a quarter."""
+
+
 def buckets_for(budget: int, *, step: int | None = None) -> tuple[int, ...]:
-    """Sizes a nano-batch may have: multiples of `step`, or halves of the budget down to an
-    eighth."""
+    """Sizes a nano-batch may have: multiples of `step`, or few that a device compiles for, from an
+    eighth of the budget on."""
     if step is not None:
         return (*range(step, budget, step), budget)
-    return tuple(sorted({max(1, budget // 8), max(1, budget // 4), max(1, budget // 2), budget}))
+    return tuple(sorted({max(1, budget * part // 16) for part in SIXTEENTHS}))
 
 
 def bucket_of(tokens: int, budget: int, buckets: Sequence[int]) -> int:

@@ -26,6 +26,7 @@ from tlora.training.outcome import EvaluationDone, Outcome, StepDone
 logger = logging.getLogger(__name__)
 
 MIN_BUDGET = 64
+CPU_BUCKET_STEP = 64
 EVALUATION_WINDOW = 4
 """So many nano-batches of a job's held-out rows are looked at when one is composed: enough to find
 rows that fill a gap, and the same work however many rows there are."""
@@ -37,7 +38,7 @@ class Engine:
         super_model: SuperModel,
         *,
         budget_tokens: int,
-        bucket_step: int | None = 64,
+        bucket_step: int | None = None,
         exact: bool = False,
     ) -> None:
         if budget_tokens < 1:
@@ -45,7 +46,9 @@ class Engine:
         self.super_model = super_model
         self.budget_tokens = budget_tokens
         self.exact = exact
-        self._bucket_step = bucket_step
+        # On a device every size is compiled for; a CPU does not mind how many there are.
+        on_cpu = super_model.device.type == "cpu"
+        self._bucket_step = CPU_BUCKET_STEP if bucket_step is None and on_cpu else bucket_step
         self._jobs: dict[str, EngineJob] = {}
         self._suspects: list[str] = []
 

@@ -16,7 +16,9 @@ from tlora.kernels.multi_lora.blocks import Blocks, Layout, Tiles
 from tlora.kernels.multi_lora.tables import Segment, new_table, write_table
 
 MIN_SEGMENTS = 64
-MIN_RANK = 16
+MIN_RANK = 64
+"""Kernels are compiled for the largest rank there may be: jobs of usual ranks share one."""
+
 MOST_LINEARS = 3
 """Of one group, in the Triton kernels."""
 
@@ -85,7 +87,9 @@ class Routes:
         self._blocks: dict[Layout, Blocks] = {}
 
     def write(self, group: Group, segments: list[Segment], num_tokens: int) -> Route:
-        if triton_serves(self.device) and len(group.out_features) <= MOST_LINEARS:
+        # With no adapter in it a nano-batch is frozen products and nothing else.
+        fits = bool(segments) and len(group.out_features) <= MOST_LINEARS
+        if fits and triton_serves(self.device):
             return self._write_blocks(group, segments, num_tokens)
         return self._write_table(group, segments)
 

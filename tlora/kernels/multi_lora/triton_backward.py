@@ -53,6 +53,8 @@ REDUCE_A = {
 REDUCE_B = {
     "small": Tuning(tokens=64, features=256, warps=4, stages=3),
     "large": Tuning(tokens=128, features=256, warps=8, stages=2),
+    # Tiles of four bytes a value would not fit the shared memory otherwise.
+    "float32": Tuning(tokens=64, features=128, warps=8, stages=2),
 }
 SUM_TOKENS = 32
 
@@ -259,7 +261,7 @@ def reduce_fused(
     layout = blocks.layout
     features = [dy_l.shape[1] for dy_l in dy]
     size = "large" if layout.max_rank > 16 else "small"
-    tuning = tuning or REDUCE_B[size]
+    tuning = tuning or REDUCE_B["float32" if s.dtype == torch.float32 else size]
     tiles = -(-max(features) // tuning.features)
     part = torch.empty(tiles, *s.shape, dtype=part_dtype or s.dtype, device=s.device)
     reduce(grads, s, dy, blocks, rows, linears, name="reduce_b", tuning=tuning, w=b, part=part)

@@ -53,6 +53,8 @@ class Tuning:
 # Measured on one H200, 8B shapes, 8,192 tokens: README.md has the alternatives and their times.
 SHRINK = Tuning(tokens=128, features=64, warps=8, stages=3)
 SHRINK_DEEP = Tuning(tokens=128, features=128, warps=8, stages=3)
+# Tiles of four bytes a value would not fit the shared memory otherwise.
+SHRINK_FLOAT32 = Tuning(tokens=128, features=32, warps=8, stages=2)
 EXPAND = Tuning(tokens=64, features=128, warps=4, stages=3)
 
 
@@ -393,6 +395,8 @@ def shrink(
     features = [x_l.shape[1] for x_l in x]
     # The deep tile of a wide adapter fits the shared memory in half precision only.
     deep = not layout.dropout and (w[0].dtype.itemsize == 2 or layout.s_width <= 64)
+    if tuning is None and s.dtype == torch.float32:
+        tuning = SHRINK_FLOAT32
     tuning = tuning or (SHRINK_DEEP if deep else SHRINK)
     if splits is None:
         splits = split_count(layout, min(features), tuning, programs=132 if deep else 264)

@@ -3,6 +3,7 @@
 import argparse
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -47,8 +48,11 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
+STARTED = time.monotonic()
+
+
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(f"[{time.monotonic() - STARTED:4.0f} s] {text}", file=sys.stderr, flush=True)
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -72,7 +76,7 @@ def main(args: Sequence[str] | None = None) -> int:
             record.append(line + "\n", settings.json)
             print(f"One line was added to {settings.json}.")
     except TloraError as error:
-        say(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         return 130
