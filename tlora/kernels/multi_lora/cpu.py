@@ -95,10 +95,10 @@ def add_forward(
     the one before, is written to s without gaps."""
     values = matrices(a, b)
     busy = [segment for segment in segments if segment.width and segment.start < segment.stop]
-    pieces = zip(busy, _cut_s(s, busy), *(_cut_tokens(t, busy) for t in (x, *y)), strict=True)
+    x, same_format = x.to(a.dtype), all(y_l.dtype == a.dtype for y_l in y)
+    pieces = zip(busy, _cut_s(s, busy), *_cut_tokens(busy, x, *y), strict=True)
     for segment, s_s, x_s, *y_s in pieces:
         own = values.rows(segment)
-        x_s = _in_format(x_s, a)
         parts_of_s = _by_linear(s_s, own)
         if segment.threshold:
             rows_s = rows[segment.start : segment.stop]
@@ -109,7 +109,7 @@ def add_forward(
         else:
             _write_product(s_s, x_s, own.a_transposed)
         for part, s_l in zip(own.parts, parts_of_s, strict=True):
-            _add_product(y_s[part.linear], s_l, part.b, segment.scale)
+            _add_product(y_s[part.linear], s_l, part.b, segment.scale, same_format)
 
 
 def add_backward(
@@ -129,13 +129,12 @@ def add_backward(
     forward wrote."""
     values, gradients = matrices(a, b), matrices(grad_a, grad_b)
     busy = [segment for segment in segments if segment.width and segment.start < segment.stop]
-    dx_pieces = [None] * len(busy) if dx is None else _cut_tokens(dx, busy)
-    dy_pieces = (_cut_tokens(dy_l, busy) for dy_l in dy)
-    pieces = zip(busy, _cut_s(s, busy), dx_pieces, _cut_tokens(x, busy), *dy_pieces, strict=True)
-    for segment, s_s, dx_s, x_s, *dy_s in pieces:
+    dx_pieces = [None] * len(busy) if dx is None else _cut_tokens(busy, dx)[0]
+    tokens = _cut_tokens(busy, x.to(a.dtype), *(dy_l.to(a.dtype) for dy_l in dy))
+    for segment, s_s, dx_s, x_s, *dy_s in zip(
+        busy, _cut_s(s, busy), dx_pieces, *tokens, strict=True
+    ):
         own, grads = values.rows(segment), gradients.rows(segment)
-        x_s = _in_format(x_s, a)
-        dy_s = [_in_format(dy_l, a) for dy_l in dy_s]
         for part, s_l in zip(grads.parts, _by_linear(s_s, own), strict=True):
             part.b.addmm_(s_l.t(), dy_s[part.linear], alpha=segment.scale)
         if segment.threshold:
@@ -150,7 +149,7 @@ def _backward_shared(segment, dx_s, x_s, dy_s, own: Rows, grads: Rows):
         _write_product(ds_l, dy_s[part.linear], part.b_transposed)
     grads.a.addmm_(ds.t(), x_s, alpha=segment.scale)
     if dx_s is not None:
-        _add_product(dx_s, ds, own.a, segment.scale)
+        _add_product(dx_s, ds, own.a, segment.scale, dx_s.dtype == ds.dtype)
 
 
 def _backward_dropped(segment, dx_s, x_s, dy_s, own: Rows, grads: Rows, rows, linears):
@@ -178,26 +177,23 @@ def _cut_s(s: torch.Tensor, segments: list[Segment]) -> list[torch.Tensor]:
         # A piece begins where a cache line does, as a tensor of its own would.
         sizes += [tokens * width, -tokens * width % LINE]
     sizes.append(s.numel() - sum(sizes))
-    pieces = s.view(-1).split(sizes)[::2]
+    pieces = torch.split_with_sizes(s.view(-1), sizes)[::2]
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=False)]
 
 
-def _cut_tokens(x: torch.Tensor, segments: list[Segment]) -> list[torch.Tensor]:
-    """Each segment's rows."""
+def _cut_tokens(segments: list[Segment], *tensors: torch.Tensor) -> list[Sequence[torch.Tensor]]:
+    """Of each tensor, every segment's rows."""
     sizes, end = [], 0
     for segment in segments:
         sizes += [segment.start - end, segment.stop - segment.start]
         end = segment.stop
-    return list(x.split([*sizes, x.shape[0] - end])[1::2])
+    sizes.append(tensors[0].shape[0] - end)
+    return [torch.split_with_sizes(tensor, sizes)[1::2] for tensor in tensors]
 
 
 def _by_linear(s: torch.Tensor, own: Rows) -> Sequence[torch.Tensor]:
     """The columns of S that belong to each linear."""
-    return (s,) if len(own.ranks) == 1 else s.split(own.ranks, dim=1)
-
-
-def _in_format(x: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == of.dtype else x.to(of.dtype)
+    return (s,) if len(own.ranks) == 1 else torch.split_with_sizes(s, own.ranks, 1)
 
 
 def _write_product(target: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -205,9 +201,11 @@ def _write_product(target: torch.Tensor, left: torch.Tensor, right: torch.Tensor
     target.addmm_(left, right, beta=0.0)
 
 
-def _add_product(target: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float):
+def _add_product(
+    target: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float, same_format: bool
+) -> None:
     """target += scale * left @ right, rounded once to the target's number format."""
-    if target.dtype == left.dtype:
+    if same_format:
         target.addmm_(left, right, alpha=scale)
     else:
         target.copy_(torch.addmm(target.to(left.dtype), left, right, alpha=scale))
