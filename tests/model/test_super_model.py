@@ -1,6 +1,8 @@
 """Many adapters on one frozen backbone: each gets what a plain hooked model would give it."""
 
 import copy
+import gc
+import weakref
 from dataclasses import dataclass
 
 import numpy as np
@@ -325,3 +327,15 @@ def test_only_one_nano_batch_runs_at_a_time() -> None:
     with pytest.raises(RuntimeError, match="already running"), nested[0], nested[1]:
         pytest.fail("a second nano-batch was let in")
     assert np.isfinite(super_logits(model, batch)["(nobody)"].numpy()).all()
+
+
+def test_a_dropped_model_takes_its_adapters_with_it() -> None:
+    """Though transformers keeps the name of its attention for good."""
+    model = super_model(tiny_model())
+    model.attach("job", random_adapter(tiny_model(), rank=3, seed=1), scale=1.0)
+    batch = packed({"job": sequences_of([5], seed=3)})
+    super_gradients(model, batch)
+    kept = [weakref.ref(pool.a.value) for pool in model.pools]
+    del model, batch
+    gc.collect()
+    assert not any(ref() is not None for ref in kept)

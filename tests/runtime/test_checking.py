@@ -9,10 +9,10 @@ from support.models import job_spec, random_adapter, save_base, tiny_model
 from support.runs import job_file
 
 from tlora.config import load_spec
-from tlora.core.errors import DataError, SpecError
+from tlora.core.errors import DataError, SpecError, SpecErrors
 from tlora.model.peft_format import WEIGHTS, export_adapter
 from tlora.model.targets import find_targets
-from tlora.runtime.checking import check_run, check_start, context_length
+from tlora.runtime.checking import check_run, check_start, context_length, prepare_jobs
 
 
 @pytest.fixture(scope="module")
@@ -150,3 +150,23 @@ def test_evaluation_steps_without_held_out_rows_get_a_word(base: Path, rows: Pat
     assert lines[-1].startswith("a: no rows are held out, so eval.steps does nothing")
     other = {**job, "eval": {"steps": 2, "split": 4}}
     assert "does nothing" not in "".join(check_run(load_spec(job_file(base, other))))
+
+
+def test_what_is_wrong_with_data_is_told_of_all_jobs_at_once(tmp_path: Path) -> None:
+    """Each with its job and place; one problem alone is raised as it is."""
+    good = tmp_path / "good.jsonl"
+    good.write_text('{"prompt": "a", "completion": "b"}\n' * 4)
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.jsonl").write_text("")
+    jobs = [
+        {"name": name, "data": {"path": str(tmp_path / f"{name}.jsonl")}}
+        for name in ("good", "one", "two")
+    ]
+    file = {"base": {"model": "demo"}, "jobs": jobs}
+    with pytest.raises(SpecErrors) as caught:
+        prepare_jobs(load_spec(file), limit=None)
+    assert "job 'one'" in str(caught.value) and "job 'two'" in str(caught.value)
+    file["jobs"] = jobs[:2]
+    with pytest.raises(DataError) as alone:
+        prepare_jobs(load_spec(file), limit=None)
+    assert alone.value.job == "one"

@@ -15,6 +15,7 @@ from support.runs import job_file
 
 import tlora
 from tlora.core.errors import SpecError
+from tlora.runtime.directory import RunDirectory
 from tlora.runtime.progress import ProgressLines
 from tlora.runtime.sinks import Sinks
 from tlora.training.checkpoint import checkpoints, find_newest
@@ -293,3 +294,39 @@ def test_an_error_while_recording_a_step_leaves_that_step_unsaved(
     assert not tlora.train(spec, output=output).failed
     for name in JOBS:
         assert same_end(output, undisturbed, name)
+
+
+def test_a_disk_too_full_for_a_result_stops_nobody_else(base, rows, tmp_path, monkeypatch, capsys):
+    """The job's last words are said instead; the others complete."""
+    spec = tlora.load_spec(spec_of(base, rows))
+    write = RunDirectory.write_result
+
+    def full(self: RunDirectory, result) -> None:
+        if result.job == "single":
+            raise OSError(28, "No space left on device")
+        write(self, result)
+
+    monkeypatch.setattr(RunDirectory, "write_result", full)
+    result = tlora.train(spec, output=tmp_path / "run")
+    assert {job: result.jobs[job].status for job in JOBS} == dict.fromkeys(JOBS, "completed")
+    assert "single: its result.json cannot be written" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what", ["device", "torch", "tiled"])
+def test_an_exact_run_does_not_go_on_where_its_bits_may_differ(base, rows, tmp_path, what):
+    """Another device, build or set of tiles than it was started with is named."""
+    spec = tlora.load_spec(spec_of(base, rows))
+    output = tmp_path / "run"
+    tlora.train(spec, output=output, progress=StopAfter(5))
+    about = json.loads((output / "run.json").read_text())
+    changes = {
+        "device": {"device": "another GPU"},
+        "torch": {"versions": {**about["versions"], "torch": "1.0"}},
+        "tiled": {"exact": {**about["exact"], "tiled": ["48 to 48"]}},
+    }
+    (output / "run.json").write_text(json.dumps({**about, **changes[what]}))
+    with pytest.raises(SpecError, match="may give other bits") as caught:
+        tlora.train(spec, output=output)
+    assert caught.value.field == "engine.isolation"
+    (output / "run.json").write_text(json.dumps(about))
+    assert not tlora.train(spec, output=output).failed

@@ -780,3 +780,21 @@ def test_a_held_out_row_that_can_no_longer_be_read_fails_its_own_job(engine: Eng
     (failure,) = [failure for outcome in outcomes for failure in outcome.failures]
     assert failure.job == "other" and "the disk is gone" in failure.message
     assert len(job.steps) == 4 and engine.jobs == ["job"]
+
+
+def test_a_row_lost_before_a_replay_fails_its_own_job(engine: Engine) -> None:
+    """The nano-batch breaks off, and what would be run again can no longer be read."""
+    rows = CountedRows(sequences(3, 20))
+    job, other = Fed("job", batches(1, [3] * 4)), Fed("other", [])
+    job.attach(engine)
+    other.attach(engine)
+    engine.evaluate("other", rows)
+    rows.lost_from = 5
+    with breaking(engine, lambda: RuntimeError("broken"), once(at=1), "forward"):
+        outcomes = list(drive(engine, [job]))
+        while engine.has_work():
+            outcomes.append(engine.run_nano_batch())
+    (failure,) = [failure for outcome in outcomes for failure in outcome.failures]
+    assert failure.job == "other" and "the disk is gone" in failure.message
+    assert len(job.losses) == 4
+    engine.check_integrity()

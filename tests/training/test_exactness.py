@@ -96,3 +96,15 @@ def test_a_tiny_nano_batch_is_no_obstacle() -> None:
     """Where nothing fits beside a row there is nothing to move."""
     for rows in (1, 8):
         prove_exact(exact_model(), rows, ranks=(2,), lengths=(8,))
+
+
+@pytest.mark.parametrize("lengths", [(100, 300, 900), (500, 700, 900), (5,)])
+def test_every_rank_and_dropout_are_tried(lengths: tuple[int, ...]) -> None:
+    """Whatever the run's lengths; a single rank with dropout and without."""
+    model = exact_model()
+    for ranks in ((4, 8, 16, 30), (7,)):
+        subjects = make_subjects(model, 1024, ranks, lengths, np.random.default_rng(0))
+        tried = {len(next(iter(subject.weights.values())).a) for subject in subjects}
+        assert tried == set(ranks)
+        assert {bool(subject.dropout) for subject in subjects} == {False, True}
+        assert sum(len(each) for subject in subjects for each in subject.sequences) <= 768

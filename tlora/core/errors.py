@@ -24,9 +24,9 @@ class SpecError(TloraError, ValueError):
 
 
 class SpecErrors(SpecError):
-    """Several things are wrong in one job file; the text has one line for each."""
+    """Several things are wrong in one job file or its data; the text has one line for each."""
 
-    def __init__(self, problems: Sequence[SpecError]) -> None:
+    def __init__(self, problems: Sequence[TloraError]) -> None:
         self.problems = tuple(problems)
         lines = [f"{len(self.problems)} problems", *(f"  {problem}" for problem in self.problems)]
         super().__init__("\n".join(lines))

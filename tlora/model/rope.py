@@ -30,16 +30,16 @@ class SequenceRope(nn.Module):
         self.rope = rope
         self.routing = routing
 
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, **others: object):
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, *more: object, **others: object):
         lengths = self.routing.lengths
         if max(lengths, default=0) <= length_limit(self.rope):
             forget_lengths(self.rope)
-            return self.rope(x, position_ids, **others)
+            return self.rope(x, position_ids, *more, **others)
         tail = position_ids.shape[-1] - sum(lengths)
         parts = []
         for positions in position_ids.split([*lengths, tail] if tail else lengths, dim=-1):
             forget_lengths(self.rope)
-            parts.append(self.rope(x, positions, **others))
+            parts.append(self.rope(x, positions, *more, **others))
         return tuple(torch.cat(pieces, dim=-2) for pieces in zip(*parts, strict=True))
 
 

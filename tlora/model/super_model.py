@@ -5,9 +5,10 @@ What a job's step, loss or data is, is not known here.
 """
 
 import itertools
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -229,7 +230,15 @@ class SuperModel:
     def _replace_attention(self) -> None:
         # A name of its own per super-model: the function carries this model's routing.
         name = f"tlora_packed_{next(_numbers)}"
-        AttentionInterface.register(name, self.routing.attention)
+        # The register outlives this model, so it must not hold on to it.
+        attention = weakref.WeakMethod(self.routing.attention)
+
+        def of_this_model(*args: Any, **options: Any) -> tuple[torch.Tensor, None]:
+            method = attention()
+            assert method is not None, "the super-model of this attention is gone"
+            return method(*args, **options)
+
+        AttentionInterface.register(name, of_this_model)
         try:
             self.model.set_attn_implementation(name)
         except (ValueError, NotImplementedError) as error:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from tlora.core.errors import AdapterError, SpecError
+from tlora.core.errors import AdapterError, DataError, SpecError, SpecErrors, TloraError
 from tlora.core.job import JobSpec, RunSpec
 from tlora.data.prepare import PreparedData, Preparer
 from tlora.model.loading import load_shape, load_tokenizer
@@ -76,19 +76,28 @@ def context_length(config: PretrainedConfig) -> int | None:
 
 
 def prepare_jobs(spec: RunSpec, *, limit: int | None) -> dict[str, PreparedData]:
-    """Every job's data, tokenised once per dataset."""
+    """Every job's data, tokenised once per dataset. What is wrong is told of all jobs at once."""
     preparer = Preparer(load_tokenizer(spec.base), cache_dir=cache_directory())
-    prepared = {}
+    prepared: dict[str, PreparedData] = {}
+    problems: list[TloraError] = []
     for job in spec.jobs:
-        data = preparer.prepare(job)
-        views = [view for view in (data.train, data.evaluation) if view is not None and len(view)]
-        longest = max(int(view.lengths.max()) for view in views)
-        if limit is not None and longest > limit:
-            raise SpecError(
-                f"rows of up to {longest} tokens, but the base model takes {limit}; "
-                f"set max_length to at most {limit}",
-                job=job.name,
-                field="train.max_length",
-            )
-        prepared[job.name] = data
+        try:
+            prepared[job.name] = preparer.prepare(job)
+            _check_lengths(job, prepared[job.name], limit)
+        except (DataError, SpecError) as error:
+            problems.append(error)
+    if problems:
+        raise problems[0] if len(problems) == 1 else SpecErrors(problems)
     return prepared
+
+
+def _check_lengths(job: JobSpec, data: PreparedData, limit: int | None) -> None:
+    views = [view for view in (data.train, data.evaluation) if view is not None and len(view)]
+    longest = max(int(view.lengths.max()) for view in views)
+    if limit is not None and longest > limit:
+        raise SpecError(
+            f"rows of up to {longest} tokens, but the base model takes {limit}; set max_length to "
+            f"at most {limit}",
+            job=job.name,
+            field="train.max_length",
+        )

@@ -16,8 +16,10 @@ from typing import IO
 from tlora.core.errors import SpecError
 from tlora.core.job import RUN_FILES
 
-JOB_FILES = ("metrics.jsonl", "result.json", "checkpoints", "adapter", "best")
+JOB_FILES = ("metrics.jsonl", "result.json", "checkpoints", "adapter", "best", "trackers.json")
 """What a run writes into a job's directory."""
+
+TENSORBOARD_FILES = "events.out.tfevents.*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,8 @@ class RunDirectory:
             elif path.is_dir() and any((path / name).exists() for name in JOB_FILES):
                 for name in JOB_FILES:
                     remove(path / name)
+                for file in path.glob(TENSORBOARD_FILES):
+                    remove(file)
                 if not any(path.iterdir()):
                     path.rmdir()
 

@@ -36,3 +36,7 @@ def duration_figure(seconds: float | None) -> str:
     if whole < 36 * 3600:
         return f"{whole // 3600}:{whole % 3600 // 60:02}:{whole % 60:02}"
     return f"{whole // 86400}d {whole % 86400 // 3600}h"
+
+
+def together(jobs: int) -> str:
+    return "1 job" if jobs == 1 else f"{jobs} jobs together"

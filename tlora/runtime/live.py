@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tlora.runtime.directory import JobResult
-from tlora.runtime.figures import loss_figure
+from tlora.runtime.figures import loss_figure, together
 from tlora.runtime.live_table import STYLES, JobRow, Line, Totals, draw
 from tlora.runtime.pace import Pace, Trend
 from tlora.runtime.progress import (
@@ -99,7 +99,7 @@ class LiveProgress:
         self._tokens = {driver.name: 0 for driver in drivers}
         self._started = time.perf_counter()
         self._pace = Pace(self._started, self._counts())
-        self.say(f"training {len(drivers)} jobs together, nano-batches of {budget_tokens} tokens")
+        self.say(f"training {together(len(drivers))}, nano-batches of {budget_tokens} tokens")
         self._live = Live(
             console=self.console, get_renderable=self._draw, auto_refresh=False, transient=True
         )

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Protocol, TextIO
 
 from tlora.runtime.directory import JobResult
-from tlora.runtime.figures import duration_figure
+from tlora.runtime.figures import duration_figure, together
 from tlora.training.driver import JobDriver, Status
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
 
@@ -64,7 +64,7 @@ class ProgressLines:
         self._started = self._said = time.perf_counter()
         steps = sum(driver.total_steps for driver in drivers)
         self.say(
-            f"training {len(drivers)} jobs together: {steps} steps, nano-batches of "
+            f"training {together(len(drivers))}: {steps} steps, nano-batches of "
             f"{budget_tokens} tokens"
         )
 

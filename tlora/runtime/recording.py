@@ -92,9 +92,15 @@ class Recorder:
         for driver in drivers:
             self._checkpoint(driver)
         self._writer.flush()
-        saved = [f"{each.name}: saved at step {each.step}/{each.total_steps}" for each in drivers]
+        failures = self._writer.failures()
+        failed = {failure.job for failure in failures}
+        saved = [
+            f"{each.name}: saved at step {each.step}/{each.total_steps}"
+            for each in drivers
+            if each.name not in failed
+        ]
         self._say_each_or_all(saved, f"{len(saved)} jobs saved where they are")
-        for failure in self._writer.failures():
+        for failure in failures:
             self.progress.say(f"{failure.job}: {failure.reason}")
 
     def rescue(self, drivers: list[JobDriver]) -> None:
@@ -186,7 +192,11 @@ class Recorder:
             serving=serving,
         )
         self.results.append(result)
-        self.directory.write_result(result)
+        try:
+            self.directory.write_result(result)
+        except OSError as error:
+            # The others may have room enough, or get it; this one is asked again when it goes on.
+            self.progress.say(f"{driver.name}: its result.json cannot be written: {error}")
         self.directory.event("ended", job=driver.name, status=result.status, reason=result.reason)
         self.sinks.close(driver.name, result.status)
         self.progress.on_end(result)

@@ -4,6 +4,7 @@ changed."""
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tlora.config import changed_fields, load_spec
 from tlora.core.errors import SpecError
@@ -69,6 +70,34 @@ def engine_changes(old: EngineSpec, new: EngineSpec) -> list[str]:
         return []
     names = ("isolation", "nano_batch_tokens", "gradient_checkpointing")
     return [f"engine.{name}" for name in names if getattr(old, name) != getattr(new, name)]
+
+
+def check_same_bits(root: Path, now: dict[str, Any]) -> None:
+    """An exact run goes on only where its bits are still the same: on the same device and build,
+    with the same products in tiles. What a run without a whole `run.json` was, nobody knows."""
+    try:
+        old = json.loads((root / "run.json").read_text())
+        before, after = (_decides_bits(about) for about in (old, now))
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    for what, value in after.items():
+        if before[what] != value:
+            raise SpecError(
+                f"{root} was started with {what} {before[what]} and would go on with {value}, "
+                "which may give other bits; go back to that, name another --output, or add "
+                "--fresh",
+                field="engine.isolation",
+            )
+
+
+def _decides_bits(about: dict[str, Any]) -> dict[str, object]:
+    exact = about["exact"]
+    return {
+        "device": about["device"],
+        "torch": about["versions"]["torch"],
+        "nano-batches of": exact["num_rows"],
+        "products in tiles:": ", ".join(exact["tiled"]) or "none",
+    }
 
 
 def _check_job(old: JobSpec, new: JobSpec, root: Path) -> None:

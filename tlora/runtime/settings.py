@@ -19,8 +19,8 @@ def default_settings() -> dict[str, object]:
 
 
 def flat(tree: object, prefix: str = "") -> dict[str, object]:
-    """Lists, and mappings without a key, are values."""
-    if not isinstance(tree, Mapping) or (prefix and not tree):
+    """Lists are values, and so are mappings inside a section (`data.columns`)."""
+    if not isinstance(tree, Mapping) or "." in prefix or (prefix and not tree):
         return {prefix: tree}
     found: dict[str, object] = {}
     for name, value in tree.items():

@@ -34,7 +34,7 @@ from tlora.runtime.live import choose_progress
 from tlora.runtime.progress import Progress
 from tlora.runtime.recording import Recorder
 from tlora.runtime.report import write_report
-from tlora.runtime.resuming import Resumption, check_unchanged, resumption
+from tlora.runtime.resuming import Resumption, check_same_bits, check_unchanged, resumption
 from tlora.runtime.sinks import Sinks, check_trackers
 from tlora.training.driver import JobDriver
 from tlora.training.engine import Engine
@@ -78,6 +78,8 @@ def train(
     proof = None
     if spec.engine.isolation == "exact":
         proof = show_exact(model, spec, data, budget)
+        if directory.is_run and not fresh:
+            check_same_bits(directory.root, describe_run(spec, device, proof))
         progress.say(proof.line)
     starts = {job.name: adapter_start(job, model) for job in spec.jobs}
 

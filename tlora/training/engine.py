@@ -145,7 +145,7 @@ class Engine:
         job.start_evaluation(window_tokens=EVALUATION_WINDOW * self.budget_tokens)
 
     def has_work(self) -> bool:
-        return any(job.left or job.due for job in self._jobs.values())
+        return any(job.left or job.due or job.kind is Kind.EVALUATE for job in self._jobs.values())
 
     def run_nano_batch(self) -> Outcome:
         """Compose, run, and step whoever is through. Never raises for what one job did."""

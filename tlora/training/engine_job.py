@@ -169,8 +169,8 @@ class EngineJob:
         """Back to the start of the batch; the caller clears the gradients."""
         self._forget_progress()
         if self.kind is Kind.EVALUATE:
+            # Rows are drawn again when the engine settles: one that cannot be read fails this job.
             self.batch, self.left, self.drawn = [], [], Drawn()
-            self.draw()
         else:
             self.left = list(range(len(self.batch)))
 
@@ -198,7 +198,10 @@ class EngineJob:
         raise JobFailed(f"{what} at step {self.step + 1}{rows}; {advice}", job=self.name)
 
     def check_integrity(self) -> None:
-        assert (self.kind is None) == (not self.batch), f"{self.name} has a batch for nothing"
+        replaying = self.kind is Kind.EVALUATE and not self.drawn.sequences
+        assert replaying or (self.kind is None) == (not self.batch), (
+            f"{self.name} has a batch for nothing"
+        )
         assert self.request is None or self.kind is Kind.TRAIN
         assert self.left == sorted(set(self.left)), f"{self.name} would run a sequence twice"
         assert set(self.left) <= set(range(len(self.batch)))

@@ -32,6 +32,9 @@ SCALE = 2.0
 SEQUENCES = 2
 """Of every made-up job."""
 
+SHORTEST = 3
+"""Tokens of a row that still predicts something behind its prompt."""
+
 MIN_ROWS = 6
 """Fewer have no room for two sequences that predict something, and one to move them."""
 
@@ -122,17 +125,21 @@ def make_subjects(
     lengths: Collection[int],
     generator: np.random.Generator,
 ) -> list[Subject]:
-    """One for each rank, with and without dropout in turn, as many as leave room for company."""
-    sizes = itertools.cycle(sorted({max(1, min(length, num_rows // 3)) for length in lengths}))
+    """One for each rank, with and without dropout in turn. The first has rows of the run's own
+    lengths, the others share what room is left beside company, as far as it goes."""
+    longest_first = itertools.cycle(sorted(set(lengths), reverse=True))
     subjects: list[Subject] = []
     room = num_rows * 3 // 4
-    for number, rank in enumerate(sorted(set(ranks))):
-        sequences = [
-            random_sequence(next(sizes), model.vocabulary, generator) for _ in range(SEQUENCES)
-        ]
-        room -= sum(map(len, sequences))
-        if subjects and room < 0:
+    wanted = sorted(set(ranks))
+    # Dropout is tried even where there is one rank only.
+    wanted = wanted * 2 if len(wanted) == 1 else wanted
+    for number, rank in enumerate(wanted):
+        share = room // 2 if number == 0 else room // (len(wanted) - number)
+        if subjects and share < SEQUENCES * SHORTEST:
             break
+        sizes = [max(1, min(next(longest_first), share // SEQUENCES)) for _ in range(SEQUENCES)]
+        sequences = [random_sequence(size, model.vocabulary, generator) for size in sizes]
+        room -= sum(sizes)
         subjects.append(
             Subject(
                 f"subject {number} of the probe",
