@@ -101,7 +101,9 @@ def test_fresh_removes_a_run_and_nothing_else(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     for folder in ("job", "job-with-notes", "photos"):
         (tmp_path / folder).mkdir()
-    for path in ("job/metrics.jsonl", "job-with-notes/result.json", "job-with-notes/notes"):
+    tracked = ("job/trackers.json", "job/events.out.tfevents.1.host")
+    own = ("job/metrics.jsonl", "job-with-notes/result.json", "job-with-notes/notes")
+    for path in (*own, *tracked):
         (tmp_path / path).touch()
     (tmp_path / "job" / "checkpoints" / "step-00000001").mkdir(parents=True)
     (tmp_path / "photos" / "cat.png").touch()
