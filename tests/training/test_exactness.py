@@ -95,7 +95,8 @@ def test_arrangements_fit_and_hold_the_same_sequences(rows: int) -> None:
 def test_a_tiny_nano_batch_is_no_obstacle() -> None:
     """Where nothing fits beside a row there is nothing to move."""
     for rows in (1, 8):
-        prove_exact(exact_model(), rows, ranks=(2,), lengths=(8,))
+        proof = prove_exact(exact_model(), rows, ranks=(2,), lengths=(8,))
+        assert proof.num_rows == rows and proof.products > 1 and not proof.tiled
 
 
 @pytest.mark.parametrize("lengths", [(100, 300, 900), (500, 700, 900), (5,)])
