@@ -95,6 +95,7 @@ runs = st.builds(
         nano_batch_tokens=st.just("auto") | counts,
         isolation=choice(Isolation),
         gradient_checkpointing=st.booleans(),
+        compile=st.just("auto") | st.booleans(),
     ),
     report_to=st.lists(choice(Tracker), unique=True, max_size=3).map(tuple),
 )

@@ -164,7 +164,7 @@ def run(
         grad_b=grad_b,
         route=table_route(table, scales, S_WIDTH),
         rows=case.rows,
-        linears=case.linears,
+        linears=torch.tensor(case.linears),
         transposed=case.transposed,
     )
     torch.autograd.backward(y, case.dy)

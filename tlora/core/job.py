@@ -389,6 +389,10 @@ class EngineSpec:
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, about a third more time."""
 
+    compile: bool | Literal["auto"] = "auto"
+    """Layers through torch.compile: faster steps after a first one that takes a minute. auto: on a
+    GPU."""
+
     def __post_init__(self) -> None:
         tokens = self.nano_batch_tokens
         require(

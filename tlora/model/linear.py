@@ -24,7 +24,7 @@ class SharedInput:
     ) -> None:
         self.weights: list[torch.Tensor] = [linear.weight for linear in linears]
         self.biases: list[torch.Tensor | None] = [linear.bias for linear in linears]
-        self.numbers = numbers
+        self.numbers = torch.tensor(numbers)
         self.pool = pool
         self.routing = routing
         self.transposed = pool.targets[0].transposed

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from tlora.kernels.multi_lora import Route
 from tlora.model.adapters import AdapterWeights, LoraPair
 from tlora.model.targets import Target
 
@@ -126,6 +127,9 @@ class GroupPool:
         self.a.value.requires_grad_(True)
         self.b = [RankRows(target.out_features, capacity, device) for target in targets]
         self.slots: dict[str, Slot] = {}
+        self.route: Route | None = None
+        """The segments of the nano-batch that runs now (routing.py); one object deep, for compiled
+        code."""
 
     @property
     def layout(self) -> tuple[tuple[str, Slot], ...]:

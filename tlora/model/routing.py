@@ -15,11 +15,13 @@ import torch
 from tlora.kernels.attention.layout import AttentionLayout, attention_layout
 from tlora.kernels.attention.packed import packed_attention
 from tlora.kernels.attention.varlen import supports, varlen_attention
-from tlora.kernels.multi_lora import Group, Route, Routes, Segment
+from tlora.kernels.multi_lora import Group, Route, Routes, Segment, power_of_two
+from tlora.model.compiling import varies
 from tlora.model.packing import PackedBatch, PackedSegment
 from tlora.model.pool import GroupPool
 
 MIN_BOUNDARIES = 64
+MIN_LONGEST = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,27 +50,33 @@ class Routing:
         self.per_sequence = per_sequence
         self.rows = torch.zeros(0, dtype=torch.int32, device=device)
         self.boundaries = torch.zeros(1, dtype=torch.int32, device=device)
+        self.longest = torch.empty(0, 0)
+        """[0, tokens of the longest sequence, or a little more]: a number that may change without
+        compiling anything."""
+
         self.lengths: list[int] = []
-        self.longest = 0
         self._layouts: dict[int, AttentionLayout] = {}
         """How sequences are taken apart for attention, by its width."""
 
         self._sharing: list[Sharing] = []
         """Found anew after slots have moved."""
 
-        # By identity: a look-up that compiled code can make without reading the pool's slots.
-        self._of_pool: dict[int, Route] = {}
         self._active = False
+        self.compiled = False
+        """Layers run through torch.compile."""
 
     def route(self, pool: GroupPool) -> Route:
         """The segments of the nano-batch as this pool's linears need them."""
         assert self._active, "a LoRA linear ran outside of a routed forward"
-        return self._of_pool[id(pool)]
+        assert pool.route is not None
+        return pool.route
 
     def forget_routes(self) -> None:
         """Slots have moved: who shares what must be found again."""
+        for sharing in self._sharing:
+            for pool in sharing.pools:
+                pool.route = None
         self._sharing.clear()
-        self._of_pool.clear()
 
     @contextmanager
     def entered(
@@ -106,8 +114,10 @@ class Routing:
             ]
             group = _group(pool, scalings, train)
             route = sharing.routes.write(group, segments, batch.num_rows)
+            if self.compiled:
+                _mark(route)
             for pool in sharing.pools:
-                self._of_pool[id(pool)] = route
+                pool.route = route
 
     def _pieces(
         self, segment: PackedSegment, pool: GroupPool, scaling: Scaling, train: bool
@@ -128,16 +138,21 @@ class Routing:
             start = stop
 
     def _load_boundaries(self, batch: PackedBatch) -> None:
-        """Of the sequences and, as one more, the padding. The vector has a fixed size: a flash
-        backward may choose its splits by the number of sequences."""
-        lengths = [*batch.lengths, batch.num_rows - batch.num_tokens]
-        capacity = MIN_BOUNDARIES
-        while capacity < len(lengths):
-            capacity *= 2
-        padded = torch.zeros(capacity + 1, dtype=torch.int32)
+        """Of the sequences and then of the padding, in a vector of few sizes. Where bits count they
+        depend on the nano-batch's shape alone: a flash backward may choose its splits by the number
+        of sequences and by the longest."""
+        padding = batch.num_rows - batch.num_tokens
+        longest = batch.num_rows
+        if not self.per_sequence:
+            longest = min(longest, power_of_two(max(batch.lengths, default=1), MIN_LONGEST))
+        lengths = [*batch.lengths, *[longest] * (padding // longest), padding % longest]
+        padded = torch.zeros(power_of_two(len(lengths), MIN_BOUNDARIES) + 1, dtype=torch.int32)
         padded[1 : len(lengths) + 1] = torch.tensor(lengths, dtype=torch.int32)
         self.boundaries = padded.cumsum(0, dtype=torch.int32).to(self.device, non_blocking=True)
-        self.longest = batch.num_rows
+        self.longest = torch.empty(0, longest)
+        if self.compiled:
+            varies(self.boundaries, 0)
+            varies(self.longest, 1)
 
     def _layout_for(self, query: torch.Tensor) -> AttentionLayout:
         num_rows, heads, head_size = query.shape
@@ -171,13 +186,20 @@ class Routing:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         if supports(q, softcap):
             out = varlen_attention(
-                q, k, v, self.boundaries, self.longest, scale=scale, window=sliding_window
+                q, k, v, self.boundaries, self.longest.shape[1], scale=scale, window=sliding_window
             )
         else:
             out = packed_attention(
                 q, k, v, self._layout_for(q), scale=scale, window=sliding_window, softcap=softcap
             )
         return out[None], None
+
+
+def _mark(route: Route) -> None:
+    """More segments, larger ranks."""
+    varies(route.table, 0)
+    varies(route.extra, 0)
+    varies(route.s_like, 1)
 
 
 def _by_rows(pools: list[GroupPool]) -> list[list[GroupPool]]:

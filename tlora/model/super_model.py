@@ -22,6 +22,7 @@ from tlora.core.sequence import TokenSequence
 from tlora.kernels.linear_cross_entropy import linear_cross_entropy
 from tlora.kernels.streams import threshold
 from tlora.model.adapters import AdapterWeights, LoraPair, new_pair
+from tlora.model.compiling import compile_layers, is_compile_error, run_uncompiled, varies
 from tlora.model.head import PlainHead, find_plain_head
 from tlora.model.linear import Linear, LoraLinear, SharedInput
 from tlora.model.memory import is_out_of_memory
@@ -53,6 +54,7 @@ class SuperModel:
         reserve_rows: int = 64,
         per_sequence: bool = False,
         gradient_checkpointing: bool = False,
+        compiled: bool = False,
     ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.device = model.device
@@ -83,6 +85,8 @@ class SuperModel:
             ) from error
         if gradient_checkpointing:
             self._checkpoint_layers()
+        if compiled:
+            self._compile_layers()
 
     @property
     def vocabulary(self) -> int:
@@ -177,6 +181,14 @@ class SuperModel:
         rows = head.hidden(batch)[batch.predicting]
         return linear_cross_entropy(rows, head.weight, head.bias, batch.targets)
 
+    def runs_uncompiled(self, error: BaseException) -> bool:
+        """If this is the compiler's error, go on without it from now on."""
+        if not self.routing.compiled or not is_compile_error(error):
+            return False
+        run_uncompiled(self.model)
+        self.routing.compiled = False
+        return True
+
     def check_integrity(self) -> None:
         for pool in self.pools:
             pool.check_integrity()
@@ -197,6 +209,8 @@ class SuperModel:
         void."""
         self._views.clear()
         self.routing.forget_routes()
+        if self.routing.compiled:
+            self._mark_pools()
 
     def _take_over(self, reserve_rows: int) -> None:
         """Put the pooled linears and the packed attention in; what comes out must stay the same."""
@@ -231,12 +245,12 @@ class SuperModel:
         # A name of its own per super-model: the function carries this model's routing.
         name = f"tlora_packed_{next(_numbers)}"
         # The register outlives this model, so it must not hold on to it.
-        attention = weakref.WeakMethod(self.routing.attention)
+        reference = weakref.ref(self.routing)
 
         def of_this_model(*args: Any, **options: Any) -> tuple[torch.Tensor, None]:
-            method = attention()
-            assert method is not None, "the super-model of this attention is gone"
-            return method(*args, **options)
+            routing = reference()
+            assert routing is not None, "the super-model of this attention is gone"
+            return routing.attention(*args, **options)
 
         AttentionInterface.register(name, of_this_model)
         try:
@@ -253,6 +267,18 @@ class SuperModel:
             # that the backbone's own dropout stays off.
             if isinstance(module, GradientCheckpointingLayer):
                 module.training = True
+
+    def _compile_layers(self) -> None:
+        self.routing.compiled = compile_layers(self.model) > 0
+        if self.routing.compiled:
+            self._mark_pools()
+
+    def _mark_pools(self) -> None:
+        """Pools grow."""
+        for pool in self.pools:
+            for rows in (pool.a, *pool.b):
+                varies(rows.value, 0)
+                varies(rows.grad, 0)
 
     def _probe_logits(self, sequences: list[torch.Tensor]) -> torch.Tensor:
         batch = pack_all(sequences, self.device)

@@ -68,7 +68,7 @@ def engine_changes(old: EngineSpec, new: EngineSpec) -> list[str]:
     """Settings that decide the bits of exact isolation; without it none matters to a job."""
     if "exact" not in (old.isolation, new.isolation):
         return []
-    names = ("isolation", "nano_batch_tokens", "gradient_checkpointing")
+    names = ("isolation", "nano_batch_tokens", "gradient_checkpointing", "compile")
     return [f"engine.{name}" for name in names if getattr(old, name) != getattr(new, name)]
 
 

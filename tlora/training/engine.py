@@ -160,6 +160,8 @@ class Engine:
             # Whatever it was, it is undone; who caused it shows when each job runs by itself.
             if is_out_of_memory(error):
                 return self._out_of_memory(composition, jobs, error)
+            if self.super_model.runs_uncompiled(error):
+                return self._uncompiled(jobs, error)
             return self._broken_off(jobs, error)
         tokens = {}
         for job, pick in zip(jobs, composition.picks, strict=True):
@@ -283,6 +285,12 @@ class Engine:
             self.budget_tokens,
         )
         return Outcome(error=f"out of memory: {error}")
+
+    def _uncompiled(self, jobs: list[EngineJob], error: Exception) -> Outcome:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        logger.warning("the layers cannot be compiled, going on without: %s", reason)
+        self._drop_partial_batches(jobs)
+        return Outcome(error=f"not compiled: {reason}")
 
     def _broken_off(self, jobs: list[EngineJob], error: Exception) -> Outcome:
         logger.warning("a nano-batch broke off", exc_info=error)

@@ -41,7 +41,7 @@ def call(case: Case, **changes: object) -> tuple[torch.Tensor, ...]:
         "grad_b": case.grad_b,
         "route": table_route(table, scales, S_WIDTH),
         "rows": case.rows,
-        "linears": case.linears,
+        "linears": torch.tensor(case.linears),
     }
     arguments = {"x": case.x, "weights": case.weights, "biases": case.biases, **keywords}
     return multi_lora(**{**arguments, **changes})
@@ -56,7 +56,7 @@ def call(case: Case, **changes: object) -> tuple[torch.Tensor, ...]:
         (lambda case: {"x": case.x[:, :-1]}, r"x must be \[tokens, 8\], got \[18, 7\]"),
         (lambda case: {"x": case.x[None]}, r"x must be \[tokens, 8\], got \[1, 18, 8\]"),
         (lambda case: {"biases": case.biases[:1]}, "2 weights need as many biases"),
-        (lambda case: {"linears": [1, 2, 3]}, "2 weights need as many biases"),
+        (lambda case: {"linears": torch.tensor([1, 2, 3])}, "2 weights need as many biases"),
         (lambda case: {"b": case.b[:1]}, "2 weights need as many biases"),
         (
             lambda case: {"route": table_route(case.table()[0][:, :-2], case.table()[1], S_WIDTH)},
@@ -142,7 +142,7 @@ def test_the_operators_declare_what_they_do(dtype: torch.dtype, transposed: bool
     case = simple_case(dtype=dtype, transposed=transposed)
     # Finite pools, for torch compares what was written.
     a, b = case.a.nan_to_num(), [b_l.nan_to_num() for b_l in case.b]
-    where = (*case.table(), -S_WIDTH, case.rows, case.linears)
+    where = (*table_route(*case.table(), S_WIDTH), case.rows, torch.tensor(case.linears))
     grads = (case.grad_a, case.grad_b)
     for x in (case.x, case.x.T.contiguous().T):
         forward = (x, case.weights, case.biases, transposed, a, b, *where)

@@ -1,6 +1,18 @@
 """Packed attention on CUDA through torch's variable-length flash attention."""
 
+import inspect
+
 import torch
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # not every CPU build of torch has it
+    varlen_attn = None
+
+# Newer versions want to be told that there are fewer key heads; older ones just take them.
+_KNOWS_GROUPS = (
+    varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
+)
 
 
 def supports(query: torch.Tensor, softcap: float | None) -> bool:
@@ -18,14 +30,10 @@ def varlen_attention(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """`boundaries` int32 [sequences + 1] covers every row: padding is a sequence of its own."""
-    # CUDA only: not every CPU build of torch has the module.
-    from torch.nn.attention.varlen import varlen_attn
-
-    repeats = query.shape[1] // key.shape[1]
-    if repeats > 1:
-        key = key.repeat_interleave(repeats, dim=1)
-        value = value.repeat_interleave(repeats, dim=1)
+    """`boundaries` int32 [sequences + 1] covers every row: padding is sequences of its own.
+    `longest` is at least the longest of them; blocks are launched for as many tokens of each."""
+    assert varlen_attn is not None
+    grouped = _KNOWS_GROUPS and query.shape[1] != key.shape[1]
     left = -1 if window is None else window - 1
     out = varlen_attn(
         query,
@@ -37,6 +45,7 @@ def varlen_attention(
         longest,
         scale=scale,
         window_size=(left, 0),
+        **({"enable_gqa": True} if grouped else {}),
     )
     # A tuple only where the log-sum-exp was asked for.
     assert isinstance(out, torch.Tensor)

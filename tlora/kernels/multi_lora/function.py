@@ -16,21 +16,23 @@ from tlora.kernels.multi_lora.tables import FIXED_COLUMNS, read_table
 library = torch.library.Library("tlora", "FRAGMENT")
 library.define(
     "multi_lora_forward(Tensor x, Tensor[] weights, Tensor?[] biases, bool transposed, Tensor a, "
-    "Tensor[] b, Tensor table, Tensor extra, int layout, Tensor rows, int[] linears, "
-    "int tile_rows=0) -> Tensor[]"
+    "Tensor[] b, Tensor table, Tensor extra, Tensor layout, Tensor s_like, Tensor rows, "
+    "Tensor linears, int tile_rows=0) -> Tensor[]"
 )
 library.define(
     "multi_lora_backward(Tensor x, Tensor[] dy, Tensor s, Tensor[] weights, bool transposed, "
     "Tensor a, Tensor[] b, Tensor(a!) grad_a, Tensor(b!)[] grad_b, Tensor table, Tensor extra, "
-    "int layout, Tensor rows, int[] linears, bool needs_dx, int tile_rows=0) -> Tensor"
+    "Tensor layout, Tensor s_like, Tensor rows, Tensor linears, bool needs_dx, int tile_rows=0) "
+    "-> Tensor"
 )
 
 
 def _forward(
-    x, weights, biases, transposed, a, b, table, extra, layout, rows, linears, tile_rows=0
+    x, weights, biases, transposed, a, b, table, extra, layout, s_like, rows, linears, tile_rows=0
 ):
     """The outputs, and S for backward."""
-    route = Route(table, extra, layout)
+    route = Route(table, extra, layout, s_like)
+    linears = linears.tolist()
     if not route.is_table:
         return _triton_forward(
             x, weights, biases, transposed, a, b, route, rows, linears, tile_rows
@@ -39,7 +41,7 @@ def _forward(
         row_tiles.linear(x, weight.T if transposed else weight, bias, tile_rows)
         for weight, bias in zip(weights, biases, strict=True)
     ]
-    s = a.new_empty(len(x), route.s_width)
+    s = a.new_empty(x.shape[0], s_like.shape[1])
     cpu.add_forward(y, s, x, a, b, read_table(table, extra), rows, linears)
     return [*y, s]
 
@@ -49,7 +51,7 @@ def _triton_forward(x, weights, biases, transposed, a, b, route, rows, linears, 
     from tlora.kernels.multi_lora import triton_forward
 
     x = x.contiguous()
-    y = [x.new_empty(len(x), _out_features(weight, transposed)) for weight in weights]
+    y = [x.new_empty(x.shape[0], _out_features(weight, transposed)) for weight in weights]
     # Adapters first, and the frozen products on top: one read of y less (README.md).
     s = triton_forward.add_forward(
         y, x, a, b, blocks_of(route), rows, linears, write=True, biases=biases
@@ -63,11 +65,12 @@ def _triton_forward(x, weights, biases, transposed, a, b, route, rows, linears, 
 
 
 def _backward(
-    x, dy, s, weights, transposed, a, b, grad_a, grad_b, table, extra, layout, rows, linears,
-    needs_dx, tile_rows=0,
+    x, dy, s, weights, transposed, a, b, grad_a, grad_b, table, extra, layout, s_like, rows,
+    linears, needs_dx, tile_rows=0,
 ):  # fmt: skip
     bases = [weight.T if transposed else weight for weight in weights]
-    route = Route(table, extra, layout)
+    route = Route(table, extra, layout, s_like)
+    linears = linears.tolist()
     if not route.is_table:
         dx = _triton_backward(
             x, dy, s, bases, a, b, grad_a, grad_b, route, rows, linears, needs_dx, tile_rows
@@ -108,18 +111,17 @@ library.impl("multi_lora_backward", _backward, "CompositeExplicitAutograd")
 
 @torch.library.register_fake("tlora::multi_lora_forward", lib=library)
 def _fake_forward(
-    x, weights, biases, transposed, a, b, table, extra, layout, rows, linears, tile_rows=0
+    x, weights, biases, transposed, a, b, table, extra, layout, s_like, rows, linears, tile_rows=0
 ):
-    y = [x.new_empty(len(x), _out_features(weight, transposed)) for weight in weights]
-    route = Route(table, extra, layout)
-    like = a if route.is_table else x
-    return [*y, like.new_empty(len(x), route.s_width)]
+    y = [x.new_empty(x.shape[0], _out_features(weight, transposed)) for weight in weights]
+    like = a if Route(table, extra, layout, s_like).is_table else x
+    return [*y, like.new_empty(x.shape[0], s_like.shape[1])]
 
 
 @torch.library.register_fake("tlora::multi_lora_backward", lib=library)
 def _fake_backward(
-    x, dy, s, weights, transposed, a, b, grad_a, grad_b, table, extra, layout, rows, linears,
-    needs_dx, tile_rows=0,
+    x, dy, s, weights, transposed, a, b, grad_a, grad_b, table, extra, layout, s_like, rows,
+    linears, needs_dx, tile_rows=0,
 ):  # fmt: skip
     return x.new_empty(x.shape if needs_dx else 0)
 
@@ -134,17 +136,17 @@ class MultiLora(torch.autograd.Function):
         *y, s = torch.ops.tlora.multi_lora_forward(
             x, weights, biases, transposed, a, b, *route, rows, linears, tile_rows
         )
-        ctx.save_for_backward(x, s, a, route.table, rows, *weights, *b)
+        table, extra, layout, s_like = route
+        ctx.save_for_backward(x, s, a, table, layout, s_like, rows, linears, *weights, *b)
         # Not saved tensors: kernels change them, and a second backward would be refused for it.
-        ctx.grad_a, ctx.grad_b, ctx.extra = grad_a, grad_b, route.extra
-        ctx.layout, ctx.transposed = route.layout, transposed
-        ctx.linears, ctx.tile_rows = linears, tile_rows
+        ctx.grad_a, ctx.grad_b, ctx.extra = grad_a, grad_b, extra
+        ctx.transposed, ctx.tile_rows = transposed, tile_rows
         return tuple(y)
 
     @staticmethod
     def backward(ctx, *dy):
-        x, s, a, table, rows, *lists = ctx.saved_tensors
-        n = len(ctx.linears)
+        x, s, a, table, layout, s_like, rows, linears, *lists = ctx.saved_tensors
+        n = len(dy)
         needs_dx = ctx.needs_input_grad[0]
         dx = torch.ops.tlora.multi_lora_backward(
             x,
@@ -158,9 +160,10 @@ class MultiLora(torch.autograd.Function):
             ctx.grad_b,
             table,
             ctx.extra,
-            ctx.layout,
+            layout,
+            s_like,
             rows,
-            ctx.linears,
+            linears,
             needs_dx,
             ctx.tile_rows,
         )
@@ -178,7 +181,7 @@ def multi_lora(
     grad_b: list[torch.Tensor],
     route: Route,
     rows: torch.Tensor,
-    linears: list[int],
+    linears: torch.Tensor,
     transposed: bool = False,
     tile_rows: int = 0,
 ) -> tuple[torch.Tensor, ...]:
@@ -191,7 +194,7 @@ def multi_lora(
                  of the graph; it is never given one of its own
     route        the segments (routes.py)
     rows         int32 [tokens]: each token's place in its job's batch, which keys dropout
-    linears      a number per linear, which keys dropout
+    linears      int64 in host memory: a number per linear, which keys dropout
     tile_rows    rows of a tile of the frozen products, or 0 for whole ones (row_tiles.py)
     """
     if x.dim() != 2 or x.shape[1] != a.shape[1]:
@@ -204,8 +207,8 @@ def multi_lora(
         raise ValueError("grad_a and grad_b must have the shapes of a and b")
     if route.is_table and route.table.shape[1] != FIXED_COLUMNS + 2 * n:
         raise ValueError(f"the table is for another number of linears than {n}")
-    if len(rows) != len(x):
-        raise ValueError(f"rows has {len(rows)} entries for {len(x)} tokens")
+    if rows.shape[0] != x.shape[0]:
+        raise ValueError(f"rows has {rows.shape[0]} entries for {x.shape[0]} tokens")
     return MultiLora.apply(
         x, weights, biases, transposed, a, b, grad_a, grad_b, route, rows, linears, tile_rows
     )

@@ -23,26 +23,26 @@ MOST_LINEARS = 3
 """Of one group, in the Triton kernels."""
 
 _layouts: list[Layout] = []
+_NO_LAYOUT = torch.tensor(-1)
 
 
 class Route(NamedTuple):
-    """What an operator is given; plain tensors and a number, for `torch.compile`."""
+    """What an operator is given: tensors and nothing else, so that code that was compiled with one
+    route serves all others of its shapes."""
 
     table: torch.Tensor
     extra: torch.Tensor
     """The scales of a table's segments; the counters of work lists."""
 
-    layout: int
-    """Which layout the lists have, by `layout_number`; below zero for a table."""
+    layout: torch.Tensor
+    """int64, in host memory: which layout the lists have, by `layout_number`."""
+
+    s_like: torch.Tensor
+    """[0, columns of S]: only its shape counts."""
 
     @property
     def is_table(self) -> bool:
-        return self.layout < 0
-
-    @property
-    def s_width(self) -> int:
-        """Columns of S."""
-        return -self.layout if self.is_table else _layouts[self.layout].s_width
+        return self.extra.is_floating_point()
 
 
 class Group(NamedTuple):
@@ -57,7 +57,13 @@ class Group(NamedTuple):
 def table_route(table: torch.Tensor, scales: torch.Tensor, s_width: int) -> Route:
     """`s_width`: at least the rank rows of any job over all linears of the group."""
     # In cache lines, so that there is room to begin every segment's S with one.
-    return Route(table, scales, -max(1, -(-s_width // 16)) * 16)
+    return Route(table, scales, _NO_LAYOUT, scales.new_empty(0, max(1, -(-s_width // 16)) * 16))
+
+
+def blocks_route(blocks: Blocks) -> Route:
+    s_like = torch.empty(0, blocks.layout.s_width, device=blocks.table.device)
+    number = torch.tensor(layout_number(blocks.layout))
+    return Route(blocks.table, blocks.finished, number, s_like)
 
 
 def layout_number(layout: Layout) -> int:
@@ -68,7 +74,7 @@ def layout_number(layout: Layout) -> int:
 
 
 def blocks_of(route: Route) -> Blocks:
-    return Blocks(_layouts[route.layout], route.table, route.extra)
+    return Blocks(_layouts[int(route.layout)], route.table, route.extra)
 
 
 @functools.cache
@@ -83,41 +89,43 @@ class Routes:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._table: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._blocks: dict[Layout, Blocks] = {}
+        self._table: Route | None = None
+        self._blocks: dict[Layout, tuple[Blocks, Route]] = {}
 
     def write(self, group: Group, segments: list[Segment], num_tokens: int) -> Route:
-        # With no adapter in it a nano-batch is frozen products and nothing else.
-        fits = bool(segments) and len(group.out_features) <= MOST_LINEARS
+        # With no adapter in it a nano-batch is frozen products and nothing else. Where jobs are
+        # attached and have no tokens, compiled code stays the one that it was.
+        fits = group.max_rank > 0 and len(group.out_features) <= MOST_LINEARS
         if fits and triton_serves(self.device):
             return self._write_blocks(group, segments, num_tokens)
         return self._write_table(group, segments)
 
     def _write_table(self, group: Group, segments: list[Segment]) -> Route:
-        if self._table is None or len(self._table[1]) < len(segments):
-            capacity = _at_least(len(segments), MIN_SEGMENTS)
-            table = new_table(capacity, len(group.out_features), self.device)
-            self._table = (table, torch.zeros(capacity, device=self.device))
-        write_table(segments, *self._table)
-        return table_route(*self._table, len(group.out_features) * group.max_rank)
+        if self._table is None or len(self._table.extra) < len(segments):
+            capacity = power_of_two(len(segments), MIN_SEGMENTS)
+            table, scales = new_table(capacity, len(group.out_features)), torch.zeros(capacity)
+            self._table = table_route(table, scales, len(group.out_features) * group.max_rank)
+        write_table(segments, self._table.table, self._table.extra)
+        return self._table
 
     def _write_blocks(self, group: Group, segments: list[Segment], num_tokens: int) -> Route:
         layout = Layout(
             num_tokens=num_tokens,
             in_features=group.in_features,
             out_features=group.out_features,
-            max_segments=_at_least(len(segments), MIN_SEGMENTS),
-            max_rank=_at_least(group.max_rank, MIN_RANK),
+            max_segments=power_of_two(len(segments), MIN_SEGMENTS),
+            max_rank=power_of_two(group.max_rank, MIN_RANK),
             dropout=group.dropout,
             tiles=Tiles.for_tokens(num_tokens),
         )
         if layout not in self._blocks:
-            self._blocks[layout] = Blocks.new(layout, self.device)
-        blocks = self._blocks[layout]
+            blocks = Blocks.new(layout, self.device)
+            self._blocks[layout] = (blocks, blocks_route(blocks))
+        blocks, route = self._blocks[layout]
         blocks.copy(segments)
-        return Route(blocks.table, blocks.finished, layout_number(layout))
+        return route
 
 
-def _at_least(count: int, smallest: int) -> int:
-    """The next power of two."""
+def power_of_two(count: int, smallest: int) -> int:
+    """The next one."""
     return max(smallest, 1 << max(0, count - 1).bit_length())

@@ -158,7 +158,8 @@ def _run(settings: Settings, say: Say) -> Result:
     with machine.peak_memory(device) as peak:
         # Rows for all jobs and one more, so that no pool grows under the clock.
         reserve = total_rank + max(job.lora.r for job in work.jobs)
-        ours = SuperModel(shapes.twin(model), reserve_rows=reserve)
+        compiled = device.type == "cuda" and not settings.skip_compile
+        ours = SuperModel(shapes.twin(model), reserve_rows=reserve, compiled=compiled)
         train_together(ours, work, work.jobs, settings.budget, counter)
     arms, notes = warm_arms(settings, model, ours, work, say)
     whole, tokens = work.of(work.jobs), Done(work.tokens, len(work.sequences), steps=0)

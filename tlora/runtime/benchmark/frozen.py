@@ -13,10 +13,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 
 from tlora.core.sequence import TokenSequence
+from tlora.model.compiling import compile_layers
 from tlora.model.packing import PackedBatch, Share, pack
 from tlora.model.super_model import SuperModel
 from tlora.runtime.benchmark.machine import now
@@ -135,7 +135,8 @@ def why_not_compiled(
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        compile_layers(model, dynamic=dynamic)
+        if not compile_layers(model, dynamic=dynamic):
+            raise NotImplementedError(f"{type(model).__name__} has no layers of the usual kind")
         with time_limit(seconds):
             run()
     except TooSlow:
@@ -148,15 +149,6 @@ def why_not_compiled(
     finally:
         logging.disable(disabled)
     return None
-
-
-def compile_layers(model: PreTrainedModel, *, dynamic: bool) -> None:
-    """Layer by layer, so that all layers share what is compiled."""
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    if not layers:
-        raise NotImplementedError(f"{type(model).__name__} has no layers of the usual kind")
-    for layer in layers:
-        layer.compile(dynamic=dynamic)
 
 
 @contextmanager

@@ -1,0 +1,147 @@
+"""Compiled layers: the same steps, graphs that all layers share, and none for a job that comes."""
+
+import numpy as np
+import pytest
+import torch
+from tests.support.tiny import tiny_llama
+
+from tlora.core.job import DataSpec, JobSpec, LoraSpec, TrainSpec
+from tlora.core.sequence import TokenSequence
+from tlora.model import compiling, routing, super_model
+from tlora.model.compiling import graphs_compiled
+from tlora.model.packing import PackedBatch, Share, pack
+from tlora.model.super_model import SuperModel
+
+
+def dense_attention(q, k, v, boundaries, longest, *, scale, window=None):
+    """What the variable-length kernel gives, in operations that compile without a GPU."""
+    assert window is None
+    rows = torch.arange(q.shape[0])
+    sequence = torch.bucketize(rows.int(), boundaries, right=True)
+    seen = (sequence[:, None] == sequence) & (rows[:, None] >= rows)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+    return out[0].transpose(0, 1)
+
+
+@pytest.fixture
+def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where attention is one operator, with a compiler that leaves operations as they
+    are."""
+    load = routing.Routing._load
+
+    def load_with_boundaries(self, batch, *others) -> None:
+        load(self, batch, *others)
+        self._load_boundaries(batch)
+
+    def traced(model):
+        return compiling.compile_layers(model, backend="aot_eager")
+
+    monkeypatch.setattr(routing, "supports", lambda query, softcap: True)
+    monkeypatch.setattr(routing, "varlen_attention", dense_attention)
+    monkeypatch.setattr(routing.Routing, "_load", load_with_boundaries)
+    monkeypatch.setattr(super_model, "compile_layers", traced)
+    torch._dynamo.reset()
+
+
+def attach(model: SuperModel, name: str, rank: int, dropout: float = 0.0) -> None:
+    job = JobSpec(
+        name=name,
+        data=DataSpec(path="none"),
+        lora=LoraSpec(r=rank, lora_dropout=dropout),
+        train=TrainSpec(),
+    )
+    weights = model.new_adapter(job)
+    for pair in weights.values():
+        pair.b.normal_(std=0.1, generator=torch.Generator().manual_seed(rank))
+    model.attach(name, weights, scale=job.lora.scale, dropout=dropout)
+
+
+def batch_of(model: SuperModel, num_rows: int, seed: int) -> PackedBatch:
+    generator = np.random.default_rng(seed)
+    shares = []
+    for number, job in enumerate(model.jobs):
+        ids = [generator.integers(1, 60, length) for length in (3 + number, 5)]
+        sequences = [TokenSequence(each, each) for each in ids]
+        shares.append(Share(job, sequences, [0, len(ids[0])], [0.5, 0.25], key=number))
+    return pack(shares, num_rows)
+
+
+def step(model: SuperModel, num_rows: int, seed: int) -> list[torch.Tensor]:
+    """Losses and gradients; the pools are left without."""
+    batch = batch_of(model, num_rows, seed)
+    with model.routed(batch, train=True):
+        losses = model.token_losses(batch)
+        torch.autograd.backward(losses, batch.loss_scales)
+    found = [losses.detach()]
+    for job in model.jobs:
+        for rows in model.views(job).values():
+            found.append(rows.grad.clone())
+            rows.grad.zero_()
+    return found
+
+
+def evaluate(model: SuperModel, num_rows: int) -> torch.Tensor:
+    batch = batch_of(model, num_rows, 0)
+    with torch.no_grad(), model.routed(batch, train=False):
+        return model.token_losses(batch)
+
+
+def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_compiled_layers_give_the_same_losses_and_gradients(on_any_device: None) -> None:
+    """At every size, with dropout, and in evaluation; another seed does not."""
+    plain, compiled = SuperModel(tiny_llama()), SuperModel(tiny_llama(), compiled=True)
+    for model in (plain, compiled):
+        attach(model, "a", 4)
+        attach(model, "b", 6, dropout=0.2)
+    before = graphs_compiled()
+    for num_rows in (32, 48, 64, 32):
+        wanted = step(plain, num_rows, num_rows)
+        assert same(step(compiled, num_rows, num_rows), wanted)
+        assert not same(step(compiled, num_rows, 1), wanted)
+    assert torch.equal(evaluate(compiled, 32), evaluate(plain, 32))
+    assert graphs_compiled() > before
+
+
+def test_all_layers_share_their_graphs(on_any_device: None) -> None:
+    """One for the first layer, whose input has no gradient, and one for all others."""
+    model = SuperModel(tiny_llama(), compiled=True)
+    attach(model, "a", 4)
+    before = graphs_compiled()
+    step(model, 32, 0)
+    assert graphs_compiled() == before + 2
+
+
+def test_jobs_come_and_go_without_a_new_graph(on_any_device: None) -> None:
+    """Other ranks, pools that grow, the first dropout."""
+    model = SuperModel(tiny_llama(), reserve_rows=4, compiled=True)
+    attach(model, "a", 4)
+    step(model, 32, 0)
+    before = graphs_compiled()
+    attach(model, "b", 6)
+    step(model, 32, 1)
+    attach(model, "c", 1, dropout=0.1)
+    step(model, 32, 2)
+    model.detach("a")
+    step(model, 32, 3)
+    attach(model, "d", 8)
+    step(model, 32, 4)
+    assert graphs_compiled() == before
+
+
+def test_sizes_that_are_not_marked_would_be_compiled_for(
+    on_any_device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The twin: what the test above counts can rise."""
+    monkeypatch.setattr(super_model, "varies", lambda tensor, dim: None)
+    model = SuperModel(tiny_llama(), reserve_rows=4, compiled=True)
+    attach(model, "a", 4)
+    step(model, 32, 0)
+    before = graphs_compiled()
+    attach(model, "b", 6)
+    step(model, 32, 0)
+    assert graphs_compiled() > before

@@ -1,0 +1,64 @@
+"""Decoder layers through `torch.compile`, whole graphs only.
+
+All layers of a model share what is compiled: whatever differs between them (weights, pools, routes)
+reaches the graph as a tensor. The number of tokens is fixed in the first graph and symbolic from
+the second size on; rank rows and lists are symbolic from the start, so that jobs come and go
+without compiling anything.
+"""
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+MOST_GRAPHS = 64
+"""Of one layer: training and evaluation, with and without a gradient of the input, two sizes, and
+kinds of layers. torch stops at eight."""
+
+
+def layers_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def compile_layers(
+    model: nn.Module, *, dynamic: bool | None = None, backend: str = "inductor"
+) -> int:
+    """Layer by layer; how many there are. Nothing is compiled before it is run."""
+    layers = layers_of(model)
+    if layers:
+        import torch._dynamo.config as settings
+
+        settings.recompile_limit = max(settings.recompile_limit, MOST_GRAPHS)
+    for layer in layers:
+        layer.compile(dynamic=dynamic, fullgraph=True, backend=backend)
+    return len(layers)
+
+
+def run_uncompiled(model: nn.Module) -> None:
+    """From the next call on."""
+    for layer in layers_of(model):
+        layer._compiled_call_impl = None
+
+
+def is_compile_error(error: BaseException) -> bool:
+    """Of the compiler, not of the code that was compiled: without it the model may well run."""
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.exc import InductorError
+
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, (TorchDynamoException, InductorError)):
+            return True
+        seen = seen.__cause__
+    return False
+
+
+def varies(tensor: torch.Tensor, dim: int) -> None:
+    """Graphs that are given this tensor should not rely on this size."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def graphs_compiled() -> int:
+    """So far in this process."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
