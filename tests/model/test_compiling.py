@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from tests.support.tiny import tiny_llama
 
+from tests.support.tiny import tiny_llama
 from tlora.core.job import DataSpec, JobSpec, LoraSpec, TrainSpec
 from tlora.core.sequence import TokenSequence
 from tlora.model import compiling, routing, super_model

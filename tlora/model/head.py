@@ -22,11 +22,9 @@ class PlainHead:
     weight: torch.Tensor
     bias: torch.Tensor | None
 
-    def hidden(self, batch: PackedBatch) -> torch.Tensor:
+    def hidden(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """[T, width]: what the head is given, for every row."""
-        return self.backbone(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
-        )[0][0]
+        return self.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False)[0][0]
 
 
 def find_plain_head(
@@ -37,7 +35,7 @@ def find_plain_head(
     if backbone is model or not isinstance(head, nn.Linear):
         return None
     found = PlainHead(backbone, head.weight, head.bias)
-    hidden = found.hidden(batch)[batch.predicting]
+    hidden = found.hidden(batch.input_ids, batch.position_ids)[batch.predicting]
     if hidden.shape[1] != found.weight.shape[1]:
         return None
     own = F.linear(hidden, found.weight, found.bias)

@@ -54,9 +54,16 @@ class Routing:
         """[0, tokens of the longest sequence, or a little more]: a number that may change without
         compiling anything."""
 
-        self.lengths: list[int] = []
+        self.depends_on_lengths = False
+        """Some layer has asked for the lengths: it does other things for other sequences."""
+
+        self._lengths: list[int] = []
         self._layouts: dict[int, AttentionLayout] = {}
         """How sequences are taken apart for attention, by its width."""
+
+        self._buffers: dict[tuple[str, int], torch.Tensor] = {}
+        self._routes: dict[tuple[int, ...], Routes] = {}
+        """By the pools that share them."""
 
         self._sharing: list[Sharing] = []
         """Found anew after slots have moved."""
@@ -70,6 +77,27 @@ class Routing:
         assert self._active, "a LoRA linear ran outside of a routed forward"
         assert pool.route is not None
         return pool.route
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the sequences in the nano-batch."""
+        self.depends_on_lengths = True
+        return self._lengths
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """All of a nano-batch that decides which kernels run, on a device."""
+        layouts = [int(self.route(sharing.pools[0]).layout) for sharing in self._sharing]
+        pools = [tuple(map(id, sharing.pools)) for sharing in self._sharing]
+        sizes = (len(self.rows), len(self.boundaries), self.longest.shape[1])
+        return (*sizes, *layouts, hash(tuple(pools)))
+
+    def _routes_of(self, pools: list[GroupPool]) -> Routes:
+        """Kept while jobs come and go: graphs know where the lists lie."""
+        key = tuple(map(id, pools))
+        if key not in self._routes:
+            self._routes[key] = Routes(self.device)
+        return self._routes[key]
 
     def forget_routes(self) -> None:
         """Slots have moved: who shares what must be found again."""
@@ -97,13 +125,13 @@ class Routing:
             self._active = False
 
     def _load(self, batch, pools, scalings, train) -> None:
-        self.rows = batch.rows
-        self.lengths = batch.lengths
+        self.rows = self._kept("rows", batch.rows)
+        self._lengths = batch.lengths
         self._layouts = {}
         if self.device.type == "cuda":
             self._load_boundaries(batch)
         if not self._sharing:
-            self._sharing = [Sharing(pools, Routes(self.device)) for pools in _by_rows(pools)]
+            self._sharing = [Sharing(alike, self._routes_of(alike)) for alike in _by_rows(pools)]
         for sharing in self._sharing:
             pool = sharing.pools[0]
             segments = [
@@ -118,6 +146,17 @@ class Routing:
                 _mark(route)
             for pool in sharing.pools:
                 pool.route = route
+
+    def _kept(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """On a device, the same tensor for every nano-batch of this size."""
+        if self.device.type != "cuda":
+            return values
+        key = (name, len(values))
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty_like(values, device=self.device)
+        if not values.is_cuda:
+            values = values.pin_memory()
+        return self._buffers[key].copy_(values, non_blocking=True)
 
     def _pieces(
         self, segment: PackedSegment, pool: GroupPool, scaling: Scaling, train: bool
@@ -148,7 +187,7 @@ class Routing:
         lengths = [*batch.lengths, *[longest] * (padding // longest), padding % longest]
         padded = torch.zeros(power_of_two(len(lengths), MIN_BOUNDARIES) + 1, dtype=torch.int32)
         padded[1 : len(lengths) + 1] = torch.tensor(lengths, dtype=torch.int32)
-        self.boundaries = padded.cumsum(0, dtype=torch.int32).to(self.device, non_blocking=True)
+        self.boundaries = self._kept("boundaries", padded.cumsum(0, dtype=torch.int32))
         self.longest = torch.empty(0, longest)
         if self.compiled:
             varies(self.boundaries, 0)

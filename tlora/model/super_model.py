@@ -23,6 +23,7 @@ from tlora.kernels.linear_cross_entropy import linear_cross_entropy
 from tlora.kernels.streams import threshold
 from tlora.model.adapters import AdapterWeights, LoraPair, new_pair
 from tlora.model.compiling import compile_layers, is_compile_error, run_uncompiled, varies
+from tlora.model.graphs import Graphs
 from tlora.model.head import PlainHead, find_plain_head
 from tlora.model.linear import Linear, LoraLinear, SharedInput
 from tlora.model.memory import is_out_of_memory
@@ -65,6 +66,8 @@ class SuperModel:
         self._views: dict[str, dict[str, RowViews]] = {}
         self._groups: list[SharedInput] = []
         self._head: PlainHead | None = None
+        self._graphs: Graphs | None = None
+        self._places = 0
         check_layer_types(model.config)
         if per_sequence and has_experts(model):
             raise ModelError(
@@ -87,6 +90,8 @@ class SuperModel:
             self._checkpoint_layers()
         if compiled:
             self._compile_layers()
+        if compiled and self.device.type == "cuda" and not gradient_checkpointing:
+            self._capture_graphs()
 
     @property
     def vocabulary(self) -> int:
@@ -178,8 +183,22 @@ class SuperModel:
         head = self._head
         if head is None:
             return F.cross_entropy(self.logits(batch), batch.targets, reduction="none")
-        rows = head.hidden(batch)[batch.predicting]
+        rows = self._hidden(head, batch)[batch.predicting]
         return linear_cross_entropy(rows, head.weight, head.bias, batch.targets)
+
+    def launched(self) -> None:
+        """Forward and backward of a nano-batch are under way: the host waits for nothing more."""
+        if self._graphs is not None:
+            self._graphs.launched()
+
+    @property
+    def captures(self) -> int:
+        """CUDA graphs captured so far."""
+        return self._graphs.captures if self._graphs else 0
+
+    def free_graphs(self) -> None:
+        if self._graphs is not None:
+            self._graphs.forget()
 
     def runs_uncompiled(self, error: BaseException) -> bool:
         """If this is the compiler's error, go on without it from now on."""
@@ -193,6 +212,15 @@ class SuperModel:
         for pool in self.pools:
             pool.check_integrity()
             assert set(pool.slots) <= set(self.scalings)
+
+    def _hidden(self, head: PlainHead, batch: PackedBatch) -> torch.Tensor:
+        if self._graphs is None or not torch.is_grad_enabled() or not self.jobs:
+            return head.hidden(batch.input_ids, batch.position_ids)
+        key = (self._places, *self.routing.shape)
+        hidden = self._graphs.hidden(batch, key)
+        if self.routing.depends_on_lengths:
+            self._graphs.give_up(key)
+        return hidden
 
     def _check_fits(self, job: str, path: str, pair: LoraPair) -> None:
         target = self.targets.get(path)
@@ -211,6 +239,8 @@ class SuperModel:
         self.routing.forget_routes()
         if self.routing.compiled:
             self._mark_pools()
+        if self._graphs is not None:
+            self._note_places()
 
     def _take_over(self, reserve_rows: int) -> None:
         """Put the pooled linears and the packed attention in; what comes out must stay the same."""
@@ -272,6 +302,21 @@ class SuperModel:
         self.routing.compiled = compile_layers(self.model) > 0
         if self.routing.compiled:
             self._mark_pools()
+
+    def _capture_graphs(self) -> None:
+        if self._head is None or has_experts(self.model):
+            return
+        embeddings = self.model.get_input_embeddings()
+        self._graphs = Graphs(self._head.hidden, embeddings, self.device)
+        self._note_places()
+
+    def _note_places(self) -> None:
+        """A pool that has grown lies elsewhere, and graphs know only where it was."""
+        rows = (rows for pool in self.pools for rows in (pool.a, *pool.b))
+        places = hash(tuple(each.value.data_ptr() for each in rows))
+        if places != self._places:
+            self._places = places
+            self.free_graphs()
 
     def _mark_pools(self) -> None:
         """Pools grow."""

@@ -216,7 +216,8 @@ class Engine:
             per_token = self.super_model.token_losses(batch)
             if train:
                 loss.backward(per_token, batch)
-            return loss.sequence_sums(per_token, batch)
+            self.super_model.launched()
+        return loss.sequence_sums(per_token, batch)
 
     def _settle(self, outcome: Outcome) -> Outcome:
         """Steps, evaluations and failures that are due now."""
@@ -273,6 +274,7 @@ class Engine:
         self, composition: Composition, jobs: list[EngineJob], error: BaseException
     ) -> Outcome:
         self._drop_partial_batches(jobs)
+        self.super_model.free_graphs()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         alone = len(jobs) == 1 and len(composition.picks[0].indices) == 1

@@ -1,6 +1,7 @@
 """Packed attention on CUDA through torch's variable-length flash attention."""
 
 import inspect
+from typing import Any
 
 import torch
 
@@ -34,6 +35,7 @@ def varlen_attention(
     `longest` is at least the longest of them; blocks are launched for as many tokens of each."""
     assert varlen_attn is not None
     grouped = _KNOWS_GROUPS and query.shape[1] != key.shape[1]
+    options: dict[str, Any] = {"enable_gqa": True} if grouped else {}
     left = -1 if window is None else window - 1
     out = varlen_attn(
         query,
@@ -45,7 +47,7 @@ def varlen_attention(
         longest,
         scale=scale,
         window_size=(left, 0),
-        **({"enable_gqa": True} if grouped else {}),
+        **options,
     )
     # A tuple only where the log-sum-exp was asked for.
     assert isinstance(out, torch.Tensor)

@@ -101,12 +101,14 @@ class Routes:
         return self._write_table(group, segments)
 
     def _write_table(self, group: Group, segments: list[Segment]) -> Route:
-        if self._table is None or len(self._table.extra) < len(segments):
+        width = len(group.out_features) * group.max_rank
+        known = self._table
+        if known is None or len(known.extra) < len(segments) or known.s_like.shape[1] < width:
             capacity = power_of_two(len(segments), MIN_SEGMENTS)
             table, scales = new_table(capacity, len(group.out_features)), torch.zeros(capacity)
-            self._table = table_route(table, scales, len(group.out_features) * group.max_rank)
-        write_table(segments, self._table.table, self._table.extra)
-        return self._table
+            known = self._table = table_route(table, scales, width)
+        write_table(segments, known.table, known.extra)
+        return known
 
     def _write_blocks(self, group: Group, segments: list[Segment], num_tokens: int) -> Route:
         layout = Layout(

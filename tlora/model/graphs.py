@@ -1,0 +1,153 @@
+"""The backbone's forward and backward of a nano-batch as two captured CUDA graphs.
+
+Where a step is thousands of small kernels, launching them one by one takes longer than running
+them. Everything that changes from one nano-batch to the next is read from tensors that stay where
+they are: tokens, positions, boundaries, work lists, pools. So a graph serves whatever jobs are
+attached; it is captured anew only for another shape, or when a pool has moved. The head and the
+loss, whose size is the number of trained tokens, run outside.
+
+A shape is captured once it has been seen to wait for its launches (launches.py); the runs before
+that are ordinary ones, so nothing is computed that is not used.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tlora.model.launches import Launches
+from tlora.model.packing import PackedBatch
+
+logger = logging.getLogger(__name__)
+
+MOST_GRAPHS = 32
+
+Backbone = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(input_ids, position_ids) to hidden states [T, width]."""
+
+
+@dataclass(slots=True)
+class Captured:
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    hidden: torch.Tensor
+    d_hidden: torch.Tensor
+    forward: torch.cuda.CUDAGraph
+    backward: torch.cuda.CUDAGraph
+
+
+class Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, anchor: torch.Tensor, captured: Captured) -> torch.Tensor:
+        captured.forward.replay()
+        ctx.captured = captured
+        return captured.hidden.detach()
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple[None, None]:
+        ctx.captured.d_hidden.copy_(gradients[0])
+        ctx.captured.backward.replay()
+        return None, None
+
+
+class Graphs:
+    """Belongs to one super-model on one CUDA device."""
+
+    def __init__(self, backbone: Backbone, embeddings: nn.Module, device: torch.device) -> None:
+        self.captures = 0
+        """So far."""
+
+        self._backbone = backbone
+        self._embeddings = embeddings
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._captured: dict[Hashable, Captured] = {}
+        self._launches: dict[Hashable, Launches] = {}
+        self._running: tuple[Launches, float, torch.cuda.Event] | None = None
+        self._measured: list[tuple[Launches, float, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def hidden(self, batch: PackedBatch, key: Hashable) -> torch.Tensor:
+        """Of a nano-batch in training; `key` is all that decides which kernels run."""
+        captured = self._captured.get(key)
+        if captured is None and self._is_due(key):
+            captured = self._try_capture(batch, key)
+        if captured is None:
+            self._start_clock(key)
+            return self._backbone(batch.input_ids, batch.position_ids)
+        captured.input_ids.copy_(batch.input_ids)
+        captured.position_ids.copy_(batch.position_ids)
+        return Replay.apply(self._anchor, captured)
+
+    def launched(self) -> None:
+        """Forward and backward of the nano-batch are under way."""
+        if self._running is None:
+            return
+        launches, started, first = self._running
+        last = torch.cuda.Event(enable_timing=True)
+        last.record()
+        self._measured.append((launches, time.perf_counter() - started, first, last))
+        self._running = None
+
+    def forget(self) -> None:
+        """Free the graphs' memory; shapes are captured again when they come back."""
+        self._captured.clear()
+
+    def give_up(self, key: Hashable) -> None:
+        """Never capture this shape."""
+        self._launches[key] = Launches(seconds=[(0.0, 1.0)] * 2)
+
+    def _start_clock(self, key: Hashable) -> None:
+        launches = self._launches.setdefault(key, Launches())
+        if launches.decided:
+            return
+        first = torch.cuda.Event(enable_timing=True)
+        first.record()
+        self._running = (launches, time.perf_counter(), first)
+
+    def _is_due(self, key: Hashable) -> bool:
+        for launches, host, first, last in self._measured:
+            # Of a nano-batch before this one: its losses have been read.
+            last.synchronize()
+            launches.add(host, first.elapsed_time(last) / 1e3)
+        self._measured.clear()
+        launches = self._launches.get(key)
+        return launches is not None and launches.bound
+
+    def _try_capture(self, batch: PackedBatch, key: Hashable) -> Captured | None:
+        if len(self._captured) >= MOST_GRAPHS:
+            self.forget()
+        try:
+            captured = self._capture(batch)
+        except Exception as error:
+            # Whatever a model does that cannot be captured, it still runs as before.
+            logger.info("a nano-batch of %d rows is not captured: %s", batch.num_rows, error)
+            self.give_up(key)
+            return None
+        self.captures += 1
+        self._captured[key] = captured
+        return captured
+
+    def _capture(self, batch: PackedBatch) -> Captured:
+        input_ids, position_ids = batch.input_ids.clone(), batch.position_ids.clone()
+        embedded: list[torch.Tensor] = []
+
+        def require(module: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
+            # What backward runs towards: a leaf of the pool lives outside of the capture.
+            embedded.append(output.requires_grad_(True))
+            return output
+
+        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        hook = self._embeddings.register_forward_hook(require)
+        try:
+            with torch.cuda.graph(forward, pool=self._pool, stream=self._stream):
+                hidden = self._backbone(input_ids, position_ids)
+        finally:
+            hook.remove()
+        d_hidden = torch.zeros_like(hidden)
+        with torch.cuda.graph(backward, pool=self._pool, stream=self._stream):
+            torch.autograd.grad(hidden, embedded[0], d_hidden)
+        return Captured(input_ids, position_ids, hidden.detach(), d_hidden, forward, backward)

@@ -1,0 +1,35 @@
+"""Whether the host or the device is the slower one: then a nano-batch is worth capturing."""
+
+from dataclasses import dataclass, field
+
+WARM_UP = 2
+"""Runs of a shape that say nothing: they compile."""
+
+MEASURED = 2
+
+BOUND = 0.8
+"""Of the device's time. A host that takes as long as this to launch everything is what it waits
+for."""
+
+
+@dataclass(slots=True)
+class Launches:
+    """Of one shape of nano-batch."""
+
+    runs: int = 0
+    seconds: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    """(until the host had launched all, until the device was through)."""
+
+    def add(self, host: float, device: float) -> None:
+        self.runs += 1
+        if self.runs > WARM_UP:
+            self.seconds.append((host, device))
+
+    @property
+    def decided(self) -> bool:
+        return len(self.seconds) >= MEASURED
+
+    @property
+    def bound(self) -> bool:
+        """In every run that counts."""
+        return self.decided and all(host > BOUND * device for host, device in self.seconds)
