@@ -1,5 +1,6 @@
 """Who steps now, and how: one small table per step, copied to the device without waiting."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -34,27 +35,24 @@ class Order(NamedTuple):
 
     max_norm: float | None
 
+    def row(self, place: int) -> list[float]:
+        row = [0.0] * COLUMNS
+        row[PLACE] = place
+        row[DECAY] = 1 - self.learning_rate * self.weight_decay
+        row[BETA1], row[WEIGHT1] = self.beta1, 1 - self.beta1
+        row[BETA2], row[WEIGHT2] = self.beta2, 1 - self.beta2
+        row[EPSILON] = self.epsilon
+        row[STEP_SIZE] = self.learning_rate / (1 - self.beta1**self.number)
+        row[CORRECTION] = math.sqrt(1 - self.beta2**self.number)
+        row[MAX_NORM] = math.inf if self.max_norm is None else self.max_norm
+        return row
+
 
 def order_table(orders: Sequence[Order], num_slots: int) -> torch.Tensor:
-    """float32 [slots, COLUMNS] in host memory. Made in float64, as torch makes them; what float32
-    does not hold becomes an infinity, and the weights with it."""
-    slots = [order.slot for order in orders]
-    assert len(set(slots)) == len(slots), "a job steps once at a time"
-    limits = [float("inf") if order.max_norm is None else order.max_norm for order in orders]
-    plain = torch.tensor([order[1:7] for order in orders], dtype=torch.float64).reshape(-1, 6)
-    rate, beta1, beta2, epsilon, decay, number = plain.unbind(1)
-    columns = {
-        PLACE: torch.arange(len(orders), dtype=torch.float64),
-        DECAY: 1 - rate * decay,
-        BETA1: beta1,
-        WEIGHT1: 1 - beta1,
-        BETA2: beta2,
-        WEIGHT2: 1 - beta2,
-        EPSILON: epsilon,
-        STEP_SIZE: rate / (1 - beta1**number),
-        CORRECTION: (1 - beta2**number).sqrt(),
-        MAX_NORM: torch.tensor(limits, dtype=torch.float64),
-    }
-    table = torch.full((num_slots, COLUMNS), -1.0)
-    table[slots] = torch.stack([columns[i] for i in range(COLUMNS)], dim=1).float()
-    return table
+    """float32 [slots, COLUMNS] in host memory, from float64 as torch has them. What float32 does
+    not hold becomes an infinity, and the job's weights with it."""
+    rows = [[-1.0] * COLUMNS for _ in range(num_slots)]
+    for place, order in enumerate(orders):
+        assert rows[order.slot][PLACE] < 0, "a job steps once at a time"
+        rows[order.slot] = order.row(place)
+    return torch.tensor(rows, dtype=torch.float32)
