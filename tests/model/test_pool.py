@@ -188,6 +188,27 @@ def test_views_are_the_jobs_rows_and_write_through() -> None:
     assert [view.requires_grad for view in views["v.lora_A"]] == [False] * 4
 
 
+def test_parts_are_the_rows_of_the_views() -> None:
+    """Whole matrices with first row and rows: the same memory, once, as the views by linear."""
+    pool = GroupPool(TARGETS, 8, torch.device("cpu"))
+    pool.attach("before", adapter((1, 1, 1)))
+    pool.attach("job", adapter((2, 0, 3)))
+    for index in range(4):
+        viewed = sorted(
+            element.data_ptr()
+            for _, views in pool.views("job")
+            for element in views[index].flatten()
+        )
+        parted = sorted(
+            element.data_ptr()
+            for tensors, first, rows in pool.parts("job")
+            for element in tensors[index].detach()[first : first + rows].flatten()
+        )
+        assert viewed == parted
+    assert [rows for _, _, rows in pool.parts("job")] == [5, 2, 3]
+    assert pool.parts("elsewhere") == []
+
+
 def test_weights_are_a_copy() -> None:
     """What was handed out does not move with the training."""
     pool, given_in = GroupPool(TARGETS, capacity=8, device=CPU), adapter((2, 2, 2))

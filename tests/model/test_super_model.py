@@ -204,6 +204,28 @@ def test_adapters_are_float32_on_a_bfloat16_base() -> None:
     assert any(views.grad.any() for views in model.views("a").values())
 
 
+def test_places_change_with_every_attach_and_detach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with an attach that breaks off halfway, when a pool may have grown already."""
+    model = super_model(tiny_model())
+    adapter = model.new_adapter(job_spec("a", r=2))
+    seen = [model.places]
+    model.attach("a", adapter, scale=1.0)
+    seen.append(model.places)
+    model.detach("a")
+    seen.append(model.places)
+    views = model.views("a")
+
+    def no_room(job: str, weights: AdapterWeights) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(model.pools[-1], "attach", no_room)
+    with pytest.raises(MemoryError):
+        model.attach("b", adapter, scale=1.0)
+    seen.append(model.places)
+    assert len(set(seen)) == len(seen)
+    assert model.views("a") is not views
+
+
 def test_one_copy_of_the_base_whatever_the_number_of_jobs() -> None:
     """A hundred adapters: the base's storages stay where and as large as they were, and the pool's
     bytes are those of the rank rows."""

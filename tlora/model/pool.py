@@ -173,6 +173,17 @@ class GroupPool:
                 named.append((f"{target.path}.lora_B", views[1]))
         return named
 
+    def parts(self, job: str) -> list[tuple[RowViews, int, int]]:
+        """(whole matrices, first row, rows) of all that a job owns; its A of all linears is one."""
+        slot = self.slots.get(job)
+        if slot is None:
+            return []
+        of_b = zip(self.b, slot.b_rows, slot.ranks, strict=True)
+        return [
+            (self.a.tensors, slot.a_row, sum(slot.ranks)),
+            *((rows.tensors, b_row, rank) for rows, b_row, rank in of_b if rank),
+        ]
+
     def weights(self, job: str) -> AdapterWeights:
         """A copy of the job's matrices, in host memory."""
         found: AdapterWeights = {}

@@ -63,6 +63,9 @@ class SuperModel:
         self.targets = find_targets(model)
         self.scalings: dict[str, Scaling] = {}
         self._vocabulary = cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
+        self.places = 0
+        """Another number whenever rows were claimed or freed."""
+
         self._views: dict[str, dict[str, RowViews]] = {}
         self._groups: list[SharedInput] = []
         self._head: PlainHead | None = None
@@ -133,18 +136,19 @@ class SuperModel:
             raise ValueError(f"job '{job}' is attached already")
         for path, pair in weights.items():
             self._check_fits(job, path, pair)
+        # First: places must not be trusted after an attach that breaks off either.
+        self._forget_places()
         for pool in self.pools:
             pool.attach(job, weights)
         self.scalings[job] = Scaling(scale, threshold(dropout))
-        self._forget_places()
 
     def detach(self, job: str) -> AdapterWeights:
         """Free the job's rows; its matrices come back in host memory."""
         weights = self.weights(job)
+        self._forget_places()
         for pool in self.pools:
             pool.detach(job)
         del self.scalings[job]
-        self._forget_places()
         return weights
 
     def weights(self, job: str) -> AdapterWeights:
@@ -235,6 +239,7 @@ class SuperModel:
     def _forget_places(self) -> None:
         """Rows were claimed or freed, and the pool may have grown: old tables and views are
         void."""
+        self.places += 1
         self._views.clear()
         self.routing.forget_routes()
         if self.routing.compiled:

@@ -20,7 +20,7 @@ from tlora.model.super_model import SuperModel
 from tlora.training import loss, optimiser
 from tlora.training.compose import Composition, Kind, buckets_for, compose
 from tlora.training.engine_job import EngineJob, HeldOut, JobState, StepRequest
-from tlora.training.optimiser import AdamW
+from tlora.training.optimiser import AdamW, DueStep
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ class Engine:
         # On a device every size is compiled for; a CPU does not mind how many there are.
         on_cpu = super_model.device.type == "cpu"
         self._bucket_step = CPU_BUCKET_STEP if bucket_step is None and on_cpu else bucket_step
+        self._rows = optimiser.PooledRows(super_model)
         self._jobs: dict[str, EngineJob] = {}
         self._suspects: list[str] = []
 
@@ -224,22 +225,30 @@ class Engine:
         steps: list[StepDone] = []
         evaluations: list[EvaluationDone] = []
         failures: list[JobFailed] = []
+        due: list[DueStep] = []
         for job in list(self._jobs.values()):
             try:
                 job.check_finite()
                 job.draw()
                 if job.due:
-                    steps.append(self._step(job))
+                    due.append(job.due_step())
                 elif job.kind is Kind.EVALUATE and not job.left:
                     evaluations.append(self._finish_evaluation(job))
             except JobFailed as failure:
                 failures.append(failure)
                 self.detach(job.name)
             except (RuntimeError, OverflowError, ValueError, OSError) as error:
-                # A rate or decay beyond what float32 holds, or a row that can no longer be read:
-                # nobody else is held up by it.
+                # A row that can no longer be read: nobody else is held up by it.
                 failures.append(JobFailed(f"step {job.step}: {error}", job=job.name))
                 self.detach(job.name)
+        if due:
+            norms = optimiser.step_jobs(self._rows, due)
+            for each, grad_norm in zip(due, norms.tolist(), strict=True):
+                try:
+                    steps.append(self._jobs[each.job].finish_step(grad_norm))
+                except JobFailed as failure:
+                    failures.append(failure)
+                    self.detach(each.job)
         return Outcome(
             kind=outcome.kind,
             rows=outcome.rows,
@@ -250,20 +259,6 @@ class Engine:
             failures=tuple(failures),
             error=outcome.error,
         )
-
-    def _step(self, job: EngineJob) -> StepDone:
-        request = job.request
-        assert request is not None
-        rows = list(self.super_model.views(job.name).values())
-        norm = optimiser.gradient_norm(rows)
-        grad_norm = float(norm)
-        job.check_gradient(grad_norm)
-        if request.max_grad_norm is not None and grad_norm + 1e-6 > request.max_grad_norm:
-            optimiser.clip(rows, norm, request.max_grad_norm)
-        job.step += 1
-        optimiser.step(rows, job.optimiser, learning_rate=request.learning_rate, number=job.step)
-        optimiser.clear_gradients(rows)
-        return job.finish_batch(grad_norm)
 
     def _finish_evaluation(self, job: EngineJob) -> EvaluationDone:
         # Attention may hide a NaN in its queries behind a finite loss; no gradient would show it.

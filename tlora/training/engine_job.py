@@ -12,7 +12,7 @@ from tlora.kernels.streams import step_key
 from tlora.model.adapters import AdapterWeights
 from tlora.model.packing import Share
 from tlora.training.compose import Kind, Waiting
-from tlora.training.optimiser import AdamW
+from tlora.training.optimiser import AdamW, DueStep
 from tlora.training.outcome import EvaluationDone, StepDone
 
 NAMED_ROWS = 5
@@ -178,10 +178,23 @@ class EngineJob:
         if not math.isfinite(self.loss):
             self._fail(f"the loss is {self.loss}", self.not_finite)
 
-    def check_gradient(self, grad_norm: float) -> None:
+    def due_step(self) -> DueStep:
+        assert self.request is not None
+        return DueStep(
+            self.name,
+            self.optimiser,
+            self.request.learning_rate,
+            self.step + 1,
+            self.request.max_grad_norm,
+        )
+
+    def finish_step(self, grad_norm: float) -> StepDone:
+        """The step was taken; or it was not, because its norm is no number, and the job fails."""
         if not math.isfinite(grad_norm):
             origins = [each.sequence.origin for each in self.batch]
             self._fail(f"the gradient norm is {grad_norm}", origins)
+        self.step += 1
+        return self.finish_batch(grad_norm)
 
     def check_weights(self, finite: bool) -> None:
         if not finite:

@@ -1,16 +1,23 @@
-"""One job's optimiser step: its own clipping and AdamW, over its own rows of the pool.
+"""The optimiser steps of the jobs that are due: each with its own clipping and AdamW, over its own
+rows of the pool.
 
-The arithmetic is that of `torch.optim.AdamW(fused=True)`: one call for all of a job's matrices,
-which on a CPU takes a third of the time of a call per operation. The moments live in the pool
-beside the weights.
+Where Triton serves, all of them are one pass over the pool that waits for nothing (kernels/adamw).
+Elsewhere each job is stepped by itself, with the arithmetic of `torch.optim.AdamW(fused=True)`: one
+call for all of a job's matrices, which on a CPU takes a third of the time of a call per operation.
+The moments live in the pool beside the weights.
 """
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from tlora.core.job import TrainSpec
-from tlora.model.pool import RowViews
+from tlora.kernels.adamw import Order, Rows, Work
+from tlora.kernels.multi_lora.routes import triton_serves
+from tlora.model.pool import GroupPool, RowViews
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +32,104 @@ class AdamW:
     @classmethod
     def of(cls, train: TrainSpec) -> "AdamW":
         return cls(train.adam_beta1, train.adam_beta2, train.adam_epsilon, train.weight_decay)
+
+
+@dataclass(frozen=True, slots=True)
+class DueStep:
+    """One step of one job, whose gradients are complete."""
+
+    job: str
+    settings: AdamW
+    learning_rate: float
+    number: int
+    """Counts the job's steps from 1."""
+
+    max_grad_norm: float | None
+
+
+class Adapters(Protocol):
+    """What is needed of a super-model."""
+
+    device: torch.device
+    places: int
+    """Another number whenever rows were claimed or freed."""
+
+    @property
+    def jobs(self) -> list[str]: ...
+
+    @property
+    def pools(self) -> Sequence[GroupPool]: ...
+
+    def views(self, job: str) -> Mapping[str, RowViews]: ...
+
+
+class PooledRows:
+    """The rows of all jobs of a super-model, and the kernels' list of them, which is kept until the
+    jobs change."""
+
+    def __init__(self, adapters: Adapters) -> None:
+        self.adapters = adapters
+        self._work: Work | None = None
+        self._slots: dict[str, int] = {}
+        self._places = -1
+
+    def of(self, job: str) -> list[RowViews]:
+        return list(self.adapters.views(job).values())
+
+    def work(self) -> tuple[Work, dict[str, int]]:
+        """The list, and the slot of each job in it."""
+        if self._work is None or self._places != self.adapters.places:
+            jobs = self.adapters.jobs
+            rows = [
+                [Rows(*part) for pool in self.adapters.pools for part in pool.parts(job)]
+                for job in jobs
+            ]
+            self._work = Work.of(rows, self.adapters.device)
+            self._slots = {job: slot for slot, job in enumerate(jobs)}
+            self._places = self.adapters.places
+        return self._work, self._slots
+
+
+def step_jobs(rows: PooledRows, due: Sequence[DueStep]) -> torch.Tensor:
+    """Step these jobs and clear their gradients: their norms before clipping, float32 on the
+    device. A job whose norm is not finite keeps its weights and moments. On CUDA this only
+    launches; whoever reads the norms waits."""
+    if triton_serves(rows.adapters.device):
+        return _step_pooled(rows, due)
+    norms = [_step_alone(rows.of(each.job), each) for each in due]
+    return torch.tensor(norms, dtype=torch.float32)
+
+
+def _step_pooled(rows: PooledRows, due: Sequence[DueStep]) -> torch.Tensor:
+    # Triton is not everywhere.
+    from tlora.kernels.adamw import triton_steps
+
+    work, slots = rows.work()
+    orders = [
+        Order(
+            slot=slots[each.job],
+            learning_rate=each.learning_rate,
+            beta1=each.settings.beta1,
+            beta2=each.settings.beta2,
+            epsilon=each.settings.epsilon,
+            weight_decay=each.settings.weight_decay,
+            number=each.number,
+            max_norm=each.max_grad_norm,
+        )
+        for each in due
+    ]
+    return triton_steps.step(work, orders)
+
+
+def _step_alone(rows: list[RowViews], due: DueStep) -> float:
+    norm = gradient_norm(rows)
+    grad_norm = float(norm)
+    if math.isfinite(grad_norm):
+        if due.max_grad_norm is not None and grad_norm + 1e-6 > due.max_grad_norm:
+            clip(rows, norm, due.max_grad_norm)
+        step(rows, due.settings, learning_rate=due.learning_rate, number=due.number)
+    clear_gradients(rows)
+    return grad_norm
 
 
 @torch.no_grad()

@@ -1,0 +1,157 @@
+"""The steps of all due jobs by one pass over the pool, against each job by itself: on a GPU, or on
+the CPU in Triton's interpreter, in a process of its own."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tlora.model.adapters import LoraPair
+from tlora.model.pool import GroupPool
+from tlora.model.targets import Target
+from tlora.training import optimiser
+from tlora.training.optimiser import AdamW, DueStep, PooledRows, step_jobs
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+ON_GPU = torch.cuda.is_available()
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+runs_kernels = pytest.mark.skipif(
+    not (ON_GPU or INTERPRETED), reason="run by test_in_the_interpreter, in a process of its own"
+)
+TARGETS = [
+    [Target("q", 24, 16, False), Target("k", 24, 7, False)],
+    [Target("down", 40, 24, False)],
+]
+DUE = {
+    "one": DueStep("one", AdamW(weight_decay=0.1), 1e-2, 3, 0.5),
+    "two": DueStep("two", AdamW(beta1=0.8, epsilon=1e-6), 3e-3, 1, None),
+    "three": DueStep("three", AdamW(), 1e-3, 9, 1e6),
+}
+
+
+@pytest.mark.skipif(ON_GPU or INTERPRETED, reason="the kernels run in this process")
+def test_in_the_interpreter():
+    """All tests of this file, where there is no GPU."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+
+
+class Pools:
+    """The pools of a super-model without its model."""
+
+    def __init__(self):
+        self.device, self.places, self.jobs = DEVICE, 0, []
+        self.pools = [GroupPool(targets, 8, DEVICE) for targets in TARGETS]
+
+    def attach(self, job, rank, seed, without=()):
+        generator = torch.Generator().manual_seed(seed)
+        weights = {
+            target.path: LoraPair(
+                a=torch.randn(rank, target.in_features, generator=generator),
+                b=torch.randn(target.out_features, rank, generator=generator),
+            )
+            for targets in TARGETS
+            for target in targets
+            if target.path not in without
+        }
+        for pool in self.pools:
+            pool.attach(job, weights)
+        self.jobs.append(job)
+        self.places += 1
+
+    def detach(self, job):
+        for pool in self.pools:
+            pool.detach(job)
+        self.jobs.remove(job)
+        self.places += 1
+
+    def views(self, job):
+        return dict(named for pool in self.pools for named in pool.views(job))
+
+    def fill_gradients(self, seed, factor=1.0):
+        generator = torch.Generator().manual_seed(seed)
+        for job in sorted(self.jobs):
+            for rows in self.views(job).values():
+                rows.grad.copy_(torch.randn(rows.grad.shape, generator=generator) * factor)
+
+
+def taken(pools, due, *, pooled, monkeypatch):
+    monkeypatch.setattr(optimiser, "triton_serves", lambda device: pooled)
+    return step_jobs(pools, due).tolist()
+
+
+def worst(ours, theirs, jobs):
+    errors = [
+        float((u - v).norm() / v.norm().clamp(min=1e-30))
+        for job in jobs
+        for rows, right in zip(ours.views(job).values(), theirs.views(job).values(), strict=True)
+        for u, v in zip(rows, right, strict=True)
+    ]
+    return max(errors)
+
+
+@runs_kernels
+def test_one_pass_equals_each_job_by_itself_while_jobs_come_and_go(monkeypatch):
+    """Through a pool that grows and a row range that is claimed again; jobs that are not due keep
+    their gradients. Another rate shows."""
+    both = [Pools(), Pools()]
+    ours, theirs = (PooledRows(each) for each in both)
+    for each in both:
+        each.attach("one", 5, seed=1)
+        each.attach("two", 3, seed=2, without=("k",))
+    lists = [ours.work()[0]]
+    for number, change in enumerate(("", "grow", "detach")):
+        for each in both:
+            if change == "grow":
+                each.attach("three", 9, seed=3)
+            elif change == "detach":
+                each.detach("one")
+                each.attach("one", 2, seed=4, without=("down",))
+            each.fill_gradients(number)
+        due = [DUE[job] for job in ("two", "three", "one") if job in both[0].jobs]
+        if change == "grow":
+            due = due[:2]
+        found = taken(ours, due, pooled=True, monkeypatch=monkeypatch)
+        right = taken(theirs, due, pooled=False, monkeypatch=monkeypatch)
+        assert found == pytest.approx(right, rel=1e-6)
+        assert worst(*both, both[0].jobs) < 1e-6
+        lists.append(ours.work()[0])
+    assert lists[0] is lists[1] and len(set(map(id, lists))) == 3
+    due = DueStep("two", AdamW(), 1.01e-2, 2, None)
+    for each in both:
+        each.fill_gradients(9)
+    taken(ours, [due], pooled=True, monkeypatch=monkeypatch)
+    taken(theirs, [DueStep("two", AdamW(), 1e-2, 2, None)], pooled=False, monkeypatch=monkeypatch)
+    assert worst(*both, ["two"]) > 1e-5
+
+
+@runs_kernels
+@pytest.mark.parametrize("pooled", [False, True])
+def test_a_norm_that_is_no_number_keeps_the_weights(pooled, monkeypatch):
+    """Either way: the gradients are gone, weights and moments stay, the neighbour has stepped."""
+    pools = Pools()
+    pools.attach("one", 5, seed=1)
+    pools.attach("two", 3, seed=2)
+    pools.fill_gradients(1)
+    pools.views("one")["q.lora_B"].grad[0, 3] = float("nan")
+    before = {
+        job: {name: [t.clone() for t in rows] for name, rows in pools.views(job).items()}
+        for job in pools.jobs
+    }
+    rows, due = PooledRows(pools), [DUE["one"], DUE["two"]]
+    norms = taken(rows, due, pooled=pooled, monkeypatch=monkeypatch)
+    assert norms[0] != norms[0] and 0 < norms[1] < float("inf")
+    for name, (value, grad, exp_avg, exp_avg_sq) in pools.views("one").items():
+        old = before["one"][name]
+        assert torch.equal(value, old[0]) and not grad.any()
+        assert not exp_avg.any() and not exp_avg_sq.any()
+    for name, rows in pools.views("two").items():
+        assert not torch.equal(rows.value, before["two"][name][0]) and not rows.grad.any()

@@ -1,0 +1,7 @@
+"""AdamW with clipping for many jobs at once, each with settings of its own. README.md has the
+maths."""
+
+from tlora.kernels.adamw.orders import Order
+from tlora.kernels.adamw.work import Rows, Work
+
+__all__ = ["Order", "Rows", "Work"]
