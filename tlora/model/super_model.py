@@ -70,7 +70,8 @@ class SuperModel:
         self._groups: list[SharedInput] = []
         self._head: PlainHead | None = None
         self._graphs: Graphs | None = None
-        self._places = 0
+        self._addresses = 0
+        self._pools_moved = True
         check_layer_types(model.config)
         if per_sequence and has_experts(model):
             raise ModelError(
@@ -166,6 +167,8 @@ class SuperModel:
         """The time in which `logits` and their backward may run for this nano-batch."""
         for group in self._groups:
             group.clear()
+        if self._pools_moved:
+            self._find_pools()
         with self.routing.entered(batch, self.pools, self.scalings, train=train):
             yield
 
@@ -220,7 +223,7 @@ class SuperModel:
     def _hidden(self, head: PlainHead, batch: PackedBatch) -> torch.Tensor:
         if self._graphs is None or not torch.is_grad_enabled() or not self.jobs:
             return head.hidden(batch.input_ids, batch.position_ids)
-        key = (self._places, *self.routing.shape)
+        key = (self._addresses, *self.routing.shape)
         hidden = self._graphs.hidden(batch, key)
         if self.routing.depends_on_lengths:
             self._graphs.give_up(key)
@@ -242,10 +245,7 @@ class SuperModel:
         self.places += 1
         self._views.clear()
         self.routing.forget_routes()
-        if self.routing.compiled:
-            self._mark_pools()
-        if self._graphs is not None:
-            self._note_places()
+        self._pools_moved = True
 
     def _take_over(self, reserve_rows: int) -> None:
         """Put the pooled linears and the packed attention in; what comes out must stay the same."""
@@ -305,30 +305,24 @@ class SuperModel:
 
     def _compile_layers(self) -> None:
         self.routing.compiled = compile_layers(self.model) > 0
-        if self.routing.compiled:
-            self._mark_pools()
 
     def _capture_graphs(self) -> None:
-        if self._head is None or has_experts(self.model):
-            return
-        embeddings = self.model.get_input_embeddings()
-        self._graphs = Graphs(self._head.hidden, embeddings, self.device)
-        self._note_places()
+        if self._head is not None and not has_experts(self.model):
+            embeddings = self.model.get_input_embeddings()
+            self._graphs = Graphs(self._head.hidden, embeddings, self.device)
 
-    def _note_places(self) -> None:
-        """A pool that has grown lies elsewhere, and graphs know only where it was."""
-        rows = (rows for pool in self.pools for rows in (pool.a, *pool.b))
-        places = hash(tuple(each.value.data_ptr() for each in rows))
-        if places != self._places:
-            self._places = places
+    def _find_pools(self) -> None:
+        """A pool that has grown is another tensor, and lies elsewhere than graphs think."""
+        rows = [rows for pool in self.pools for rows in (pool.a, *pool.b)]
+        if self.routing.compiled:
+            for each in rows:
+                varies(each.value, 0)
+                varies(each.grad, 0)
+        addresses = hash(tuple(each.value.data_ptr() for each in rows))
+        if addresses != self._addresses:
+            self._addresses = addresses
             self.free_graphs()
-
-    def _mark_pools(self) -> None:
-        """Pools grow."""
-        for pool in self.pools:
-            for rows in (pool.a, *pool.b):
-                varies(rows.value, 0)
-                varies(rows.grad, 0)
+        self._pools_moved = False
 
     def _probe_logits(self, sequences: list[torch.Tensor]) -> torch.Tensor:
         batch = pack_all(sequences, self.device)

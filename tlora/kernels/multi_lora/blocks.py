@@ -10,17 +10,19 @@ Nothing in a job's rows depends on its neighbours: token blocks are counted from
 start, partial sums are added in the order of the job's own tokens.
 """
 
+import functools
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
+import numpy as np
 import torch
 
 from tlora.kernels.multi_lora.tables import Segment
 
 COLUMNS = 16
+_NO_ROWS = np.zeros((0, COLUMNS), dtype=np.int32)
 (
     START,  # first token
     COUNT,  # tokens
@@ -174,29 +176,18 @@ class Blocks:
         self.table.copy_(table, non_blocking=True)
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Some rank rows of one adapter. Without dropout a piece may span linears side by side."""
-
-    linear: int
-    row: int
-    col: int
-    rank: int
-
-
 def build_table(layout: Layout, segments: list[Segment]) -> torch.Tensor:
     """All lists for these segments: int32 [rows, COLUMNS] in host memory."""
     _check(layout, segments)
-    table = torch.zeros(layout.num_rows, COLUMNS, dtype=torch.int32)
+    table = np.zeros((layout.num_rows, COLUMNS), dtype=np.int32)
     lists = _lists(layout, [s for s in segments if s.stop > s.start])
     for i, name in enumerate(LISTS):
         rows = lists[name]
         assert len(rows) <= layout.capacity[name], f"{name}: {len(rows)} rows"
         table[0, i] = len(rows)
-        if rows:
-            first = layout.first_row[name]
-            table[first : first + len(rows)] = torch.tensor(rows, dtype=torch.int32)
-    return table
+        first = layout.first_row[name]
+        table[first : first + len(rows)] = rows
+    return torch.from_numpy(table)
 
 
 def _check(layout: Layout, segments: list[Segment]) -> None:
@@ -213,94 +204,117 @@ def _check(layout: Layout, segments: list[Segment]) -> None:
         stop = max(stop, segment.stop)
 
 
-def _lists(layout: Layout, segments: list[Segment]) -> dict[str, list[list[int]]]:
+def _lists(layout: Layout, segments: list[Segment]) -> dict[str, np.ndarray]:
     tiles = layout.tiles
-    lists: dict[str, list[list[int]]] = {name: [] for name in LISTS}
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in LISTS}
     for segment in segments:
-        stacked = list(_pieces(segment, tiles.shrink_rank, stacked=True))
-        apart = list(_pieces(segment, tiles.shrink_rank, stacked=False, side="b"))
-        for start, count in _split(segment, tiles.shrink_tokens):
-            lists["shrink_x"] += [_row(segment, start, count, piece) for piece in stacked]
-            lists["shrink_dy"] += [_row(segment, start, count, piece) for piece in apart]
-        _expand(layout, lists, segment)
-    for start, stop in _gaps(layout, segments):
-        gap = Segment(start, stop, 0, (0,) * layout.num_linears, (0,) * layout.num_linears, 0.0)
-        _expand(layout, lists, gap)
-    lists["reduce_a"] = _reduce(tiles, segments, stacked=True)
-    lists["reduce_b"] = _reduce(tiles, segments, stacked=False)
+        stacked, apart = (_pieces(segment, tiles.shrink_rank, side) for side in "ab")
+        parts["shrink_x"].append(_blocks(segment, stacked, tiles.shrink_tokens))
+        parts["shrink_dy"].append(_blocks(segment, apart, tiles.shrink_tokens))
+        stacked, apart = (_pieces(segment, tiles.chunk_rank, side) for side in "ab")
+        parts["reduce_a"].append(_blocks(segment, stacked, tiles.chunk_tokens))
+        parts["reduce_b"].append(_blocks(segment, apart, tiles.chunk_tokens))
+    none = (0,) * layout.num_linears
+    gaps = [Segment(start, stop, 0, none, none, 0.0) for start, stop in _gaps(layout, segments)]
+    _add_expands(layout, parts, [*segments, *gaps])
+    lists = {name: np.concatenate([_NO_ROWS, *rows]) for name, rows in parts.items()}
+    # Rows of A differ between linears, rows of B may not: they are in separate pools.
+    _number_sums(lists["reduce_a"], lists["reduce_a"][:, W_ROW].astype(np.int64))
+    of_linear = lists["reduce_b"][:, LINEAR].astype(np.int64) << 32
+    _number_sums(lists["reduce_b"], of_linear + lists["reduce_b"][:, W_ROW])
     for name in ("expand_y", "expand_dx", "reduce_a", "reduce_b"):
-        lists[name].sort(key=lambda row: -row[COUNT])  # long ones first: a shorter tail
+        # Long ones first: a shorter tail.
+        lists[name] = lists[name][np.argsort(-lists[name][:, COUNT], kind="stable")]
     return lists
 
 
-def _expand(layout: Layout, lists: dict[str, list[list[int]]], segment: Segment) -> None:
-    tiles = layout.tiles
-    cases = [("dx", 0, list(_pieces(segment, tiles.chunk_rank, stacked=True)))]
-    apart = list(_pieces(segment, tiles.chunk_rank, stacked=False, side="b"))
-    for linear in range(layout.num_linears):
-        cases.append(("y", linear, [piece for piece in apart if piece.linear == linear]))
-    for name, linear, pieces in cases:
-        first = len(lists[f"pieces_{name}"])
-        lists[f"pieces_{name}"] += [_row(segment, 0, 0, piece) for piece in pieces]
-        for start, count in _split(segment, tiles.expand_tokens):
-            row = [0] * COLUMNS
-            row[START], row[COUNT], row[LINEAR] = start, count, linear
-            row[RANK] = max((piece.rank for piece in pieces), default=0)
-            row[FIRST], row[SIZE] = layout.first_row[f"pieces_{name}"] + first, len(pieces)
-            lists[f"expand_{name}"].append(row)
-
-
-def _reduce(tiles: Tiles, segments: list[Segment], *, stacked: bool) -> list[list[int]]:
-    side = "a" if stacked else "b"
-    rows: list[list[int]] = []
-    groups: dict[tuple[int, int], list[list[int]]] = {}
+def _add_expands(
+    layout: Layout, parts: dict[str, list[np.ndarray]], segments: list[Segment]
+) -> None:
+    sizes = {"y": 0, "dx": 0}
     for segment in segments:
-        pieces = list(_pieces(segment, tiles.chunk_rank, stacked=stacked, side=side))
-        for start, count in _split(segment, tiles.chunk_tokens):
-            for piece in pieces:
-                rows.append(_row(segment, start, count, piece))
-                # Rows of A differ between linears, rows of B may not: they are in separate pools.
-                key = (0 if stacked else piece.linear, piece.row)
-                groups.setdefault(key, []).append(rows[-1])
-    first = 0
-    for i, members in enumerate(groups.values()):
-        for index, row in enumerate(members):
-            row[FIRST], row[SIZE], row[INDEX], row[GROUP] = first, len(members), index, i
-        if len(members) > 1:
-            first += len(members) * members[0][RANK]
+        stacked, apart = (_pieces(segment, layout.tiles.chunk_rank, side) for side in "ab")
+        cases = [("dx", 0, stacked)]
+        for linear in range(layout.num_linears):
+            cases.append(("y", linear, apart[apart[:, LINEAR] == linear]))
+        for name, linear, pieces in cases:
+            row = np.zeros((1, COLUMNS), dtype=np.int32)
+            row[0, LINEAR] = linear
+            row[0, RANK] = pieces[:, RANK].max(initial=0)
+            row[0, FIRST] = layout.first_row[f"pieces_{name}"] + sizes[name]
+            row[0, SIZE] = len(pieces)
+            parts[f"expand_{name}"].append(_blocks(segment, row, layout.tiles.expand_tokens))
+            parts[f"pieces_{name}"].append(pieces)
+            sizes[name] += len(pieces)
+
+
+def _number_sums(rows: np.ndarray, pieces: np.ndarray) -> None:
+    """Which chunks add up to one gradient: those of one piece of one job, in their order."""
+    _, firsts, inverse, sizes = np.unique(
+        pieces, return_index=True, return_inverse=True, return_counts=True
+    )
+    # Groups are counted as they appear, not by their rows in the pool.
+    appear = np.argsort(firsts, kind="stable")
+    numbers = np.empty_like(appear)
+    numbers[appear] = np.arange(len(appear))
+    group, sizes = numbers[inverse], sizes[appear]
+    together = np.argsort(group, kind="stable")
+    starts = np.cumsum(sizes) - sizes
+    index = np.empty_like(group)
+    index[together] = np.arange(len(group)) - np.repeat(starts, sizes)
+    spans = np.where(sizes > 1, sizes * rows[firsts[appear], RANK], 0)
+    rows[:, FIRST] = (np.cumsum(spans) - spans)[group]
+    rows[:, SIZE], rows[:, INDEX], rows[:, GROUP] = sizes[group], index, group
+
+
+def _pieces(segment: Segment, cap: int, side: str) -> np.ndarray:
+    """Rank rows in pieces of at most `cap`; whose tokens, is still open."""
+    place = (segment.a_row, segment.ranks, segment.b_rows)
+    rows = _pieces_of(*place, segment.scale, segment.threshold, cap, side).copy()
+    rows[:, KEY] = _signed(segment.key)
     return rows
 
 
-def _pieces(segment: Segment, cap: int, *, stacked: bool, side: str = "a") -> Iterator[_Piece]:
-    """Rank rows in pieces of at most `cap`; S columns of a linear begin at multiples of eight."""
-    rows, cols, row, col = [], [], segment.a_row, 0
-    for rank in segment.ranks:
-        rows.append(row)
-        cols.append(col)
-        row, col = row + rank, col + _round_up(rank, 8)
-    if side == "b":
-        rows = list(segment.b_rows)
-    parts = list(zip(range(len(rows)), rows, cols, segment.ranks, strict=True))
-    if stacked and not segment.threshold and all(rank % 8 == 0 for rank in segment.ranks):
-        parts = [(0, segment.a_row, 0, segment.width)]
+@functools.lru_cache(maxsize=4096)
+def _pieces_of(
+    a_row: int,
+    ranks: tuple[int, ...],
+    b_rows: tuple[int, ...],
+    scale: float,
+    threshold: int,
+    cap: int,
+    side: str,
+) -> np.ndarray:
+    """But for the key, which changes with every step.
+
+    S columns of a linear begin at multiples of eight. Rows of A lie side by side: without dropout a
+    piece of them may span linears.
+    """
+    a_rows = np.cumsum([a_row, *ranks])[:-1].tolist()
+    cols = np.cumsum([0, *(_round_up(rank, 8) for rank in ranks)])[:-1].tolist()
+    first_rows = a_rows if side == "a" else b_rows
+    parts = list(zip(range(len(ranks)), first_rows, cols, ranks, strict=True))
+    if side == "a" and not threshold and all(rank % 8 == 0 for rank in ranks):
+        parts = [(0, a_row, 0, sum(ranks))]
+    rows: list[list[int]] = []
     for linear, row, col, rank in parts:
         for first in range(0, rank, cap):
-            yield _Piece(linear, row + first, col + first, min(cap, rank - first))
+            values = [0] * COLUMNS
+            values[LINEAR], values[W_ROW], values[COL] = linear, row + first, col + first
+            values[RANK] = min(cap, rank - first)
+            values[THRESHOLD], values[SCALE] = _signed(threshold), _float_bits(scale)
+            values[KEEP] = _float_bits(1.0 / (1.0 - threshold / 2**32))
+            rows.append(values)
+    return np.array(rows, dtype=np.int32).reshape(-1, COLUMNS)
 
 
-def _row(segment: Segment, start: int, count: int, piece: _Piece) -> list[int]:
-    row = [0] * COLUMNS
-    row[START], row[COUNT] = start, count
-    row[LINEAR], row[W_ROW], row[COL], row[RANK] = piece.linear, piece.row, piece.col, piece.rank
-    row[THRESHOLD], row[KEY] = _signed(segment.threshold), _signed(segment.key)
-    row[SCALE] = _float_bits(segment.scale)
-    row[KEEP] = _float_bits(1.0 / (1.0 - segment.threshold / 2**32))
-    return row
-
-
-def _split(segment: Segment, tokens: int) -> list[tuple[int, int]]:
-    """(start, count) of the segment's blocks, counted from its own start."""
-    return [(t, min(tokens, segment.stop - t)) for t in range(segment.start, segment.stop, tokens)]
+def _blocks(segment: Segment, pieces: np.ndarray, tokens: int) -> np.ndarray:
+    """Every piece for every block of tokens, counted from the segment's own start."""
+    starts = np.arange(segment.start, segment.stop, tokens, dtype=np.int32)
+    rows = np.repeat(pieces[None], len(starts), axis=0)
+    rows[:, :, START] = starts[:, None]
+    rows[:, :, COUNT] = np.minimum(tokens, segment.stop - starts)[:, None]
+    return rows.reshape(-1, COLUMNS)
 
 
 def _gaps(layout: Layout, segments: list[Segment]) -> list[tuple[int, int]]:

@@ -1,0 +1,128 @@
+"""Compiled layers and captured graphs on a CUDA device: the same steps, and nothing compiled or
+captured anew when jobs come and go."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+import numpy as np
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tlora.core.job import DataSpec, JobSpec, LoraSpec, TrainSpec
+from tlora.core.sequence import TokenSequence
+from tlora.model.compiling import graphs_compiled
+from tlora.model.launches import Launches
+from tlora.model.super_model import SuperModel
+from tlora.training.driver import JobDriver
+from tlora.training.engine import Engine
+
+pytestmark = pytest.mark.gpu
+
+VOCABULARY = 512
+
+
+@pytest.fixture(autouse=True)
+def always_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a shape's third run on, however fast the host is."""
+    monkeypatch.setattr(Launches, "bound", property(lambda self: self.runs >= 2))
+
+
+def super_model(*, compiled: bool, reserve_rows: int = 64) -> SuperModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = LlamaForCausalLM(config).to("cuda", torch.bfloat16)
+    return SuperModel(model, compiled=compiled, reserve_rows=reserve_rows)
+
+
+def driver(name: str, rank: int, steps: int, dropout: float = 0.0) -> JobDriver:
+    generator = np.random.default_rng(rank)
+    lengths = [40, 25, 70, 33] * steps
+    ids = [generator.integers(1, VOCABULARY, length) for length in lengths]
+    spec = JobSpec(
+        name=name,
+        data=DataSpec(path="none"),
+        lora=LoraSpec(r=rank, lora_dropout=dropout),
+        train=TrainSpec(batch_size=4, max_steps=steps, learning_rate=1e-3, seed=rank),
+    )
+    return JobDriver(spec, [TokenSequence(each, each) for each in ids])
+
+
+class Run:
+    def __init__(self, *, compiled: bool, reserve_rows: int = 64) -> None:
+        self.model = super_model(compiled=compiled, reserve_rows=reserve_rows)
+        self.engine = Engine(self.model, budget_tokens=1024, bucket_step=1024)
+        self.drivers: dict[str, JobDriver] = {}
+        self.losses: dict[str, list[float]] = {}
+
+    def attach(self, name: str, rank: int, *, steps: int = 20, dropout: float = 0.0) -> None:
+        self.drivers[name] = driver(name, rank, steps, dropout)
+        self.drivers[name].attach(self.engine, self.model.new_adapter(self.drivers[name].spec))
+
+    def detach(self, name: str) -> None:
+        self.engine.detach(name)
+        del self.drivers[name]
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            for each in self.drivers.values():
+                each.advance(self.engine)
+            outcome = self.engine.run_nano_batch()
+            assert not outcome.error and not outcome.failures
+            for done in outcome.steps:
+                self.drivers[done.job].on_step(done)
+                self.losses.setdefault(done.job, []).append(done.loss)
+
+
+def test_captured_steps_train_as_plain_ones() -> None:
+    """Losses over twelve steps with dropout; the same jobs with another rate would be told apart."""
+    plain, captured = Run(compiled=False), Run(compiled=True)
+    for run in (plain, captured):
+        run.attach("a", 8)
+        run.attach("b", 20, dropout=0.1)
+        run.step(12)
+    assert plain.model.captures == 0
+    assert captured.model.captures >= 1
+    for job, losses in plain.losses.items():
+        assert len(losses) == 12
+        assert losses[-1] < losses[0] - 0.05, "it learns, so a wrong gradient shows"
+        assert np.allclose(captured.losses[job], losses, rtol=0, atol=0.01)
+        assert not np.allclose(captured.losses[job], losses[::-1], rtol=0, atol=0.01)
+
+
+def test_jobs_come_and_go_without_compiling_or_capturing() -> None:
+    run = Run(compiled=True)
+    run.attach("a", 8)
+    run.attach("b", 16)
+    run.step(5)
+    graphs, captures = graphs_compiled(), run.model.captures
+    assert captures == 1
+    run.detach("a")
+    run.step(2)
+    run.attach("c", 32)
+    run.step(2)
+    run.attach("d", 5)
+    run.step(2)
+    assert run.model.captures == captures
+    assert graphs_compiled() == graphs
+
+
+def test_a_pool_that_has_grown_is_captured_again() -> None:
+    """Graphs would write to where it was; the job still trains as in a plain run."""
+    plain, captured = Run(compiled=False, reserve_rows=8), Run(compiled=True, reserve_rows=8)
+    for run in (plain, captured):
+        run.attach("a", 8)
+        run.step(5)
+        run.attach("b", 24)
+        run.step(6)
+    assert captured.model.captures == 2
+    for job, losses in plain.losses.items():
+        assert np.allclose(captured.losses[job], losses, rtol=0, atol=0.01)
