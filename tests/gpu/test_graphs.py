@@ -1,13 +1,9 @@
 """Compiled layers and captured graphs on a CUDA device: the same steps, and nothing compiled or
 captured anew when jobs come and go."""
 
+import numpy as np
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    pytest.skip("no CUDA device", allow_module_level=True)
-
-import numpy as np
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tlora.core.job import DataSpec, JobSpec, LoraSpec, TrainSpec
@@ -18,7 +14,10 @@ from tlora.model.super_model import SuperModel
 from tlora.training.driver import JobDriver
 from tlora.training.engine import Engine
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
 
 VOCABULARY = 512
 
@@ -83,7 +82,7 @@ class Run:
 
 
 def test_captured_steps_train_as_plain_ones() -> None:
-    """Losses over twelve steps with dropout; the same jobs with another rate would be told apart."""
+    """Losses over twelve steps, with dropout; in another order they would be told apart."""
     plain, captured = Run(compiled=False), Run(compiled=True)
     for run in (plain, captured):
         run.attach("a", 8)
