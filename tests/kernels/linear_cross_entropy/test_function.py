@@ -118,4 +118,8 @@ def test_chunks_shrink_with_the_vocabulary():
     cpu = torch.device("cpu")
     assert rows_at_a_time(1024, cpu) == 256
     assert rows_at_a_time(150_000, cpu) == 64
-    assert rows_at_a_time(128_256, torch.device("cuda")) == 1046
+    cuda = torch.device("cuda")
+    assert rows_at_a_time(128_256, cuda) == 1046
+    assert rows_at_a_time(128_256, cuda, fused_itemsize=2) == 4096
+    assert rows_at_a_time(128_256, cuda, fused_itemsize=4) == 2048
+    assert rows_at_a_time(10**8, cuda, fused_itemsize=2) == 128

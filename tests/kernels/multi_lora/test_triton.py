@@ -1,34 +1,17 @@
-"""The Triton path against the float32 reference: on a GPU, or on the CPU in Triton's interpreter.
+"""The Triton path against the float32 reference; support/interpreter.py says where it runs."""
 
-The interpreter must be chosen before Triton is imported, so without a GPU one test runs this file
-again in a process of its own. bf16 is for the GPU alone: the interpreter's bf16 dot is wrong.
-"""
-
-import importlib.util
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from support.interpreter import DEVICE, DTYPES, KERNELS_RUN, runs_kernels
 
 from tlora.kernels import streams
 from tlora.kernels.multi_lora import Group, Routes, multi_lora, reference
 from tlora.kernels.multi_lora.blocks import Blocks, Layout, Tiles
 from tlora.kernels.multi_lora.tables import Segment
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
-
-ON_GPU = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if ON_GPU else "cpu"
-runs_kernels = pytest.mark.skipif(
-    not (ON_GPU or INTERPRETED), reason="run by test_in_the_interpreter, in a process of its own"
-)
-
-if ON_GPU or INTERPRETED:
+if KERNELS_RUN:
     import triton
     import triton.language as tl
 
@@ -46,18 +29,8 @@ if ON_GPU or INTERPRETED:
 
 # Measured errors: float32 2e-7, float16 6e-4, bf16 4e-3; a scale off by 1 % gives 1e-2.
 LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 6e-3}
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if ON_GPU else [])
 SMALL = Tiles(shrink_tokens=16, shrink_rank=32, expand_tokens=32, chunk_tokens=16, chunk_rank=32)
 LINEARS = [4, 5, 6]
-
-
-@pytest.mark.skipif(ON_GPU or INTERPRETED, reason="the kernels run in this process")
-def test_in_the_interpreter():
-    """All tests of this file, where there is no GPU."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
 
 
 def segment(start, stop, a_row, ranks, b_row, scale=1.5, dropout=0.0, key=0):
