@@ -23,11 +23,12 @@ def test_a_small_run_writes_a_profile_that_predicts(tlora_command, tmp_path, cap
     assert min(profile.attach_s, profile.detach_s, profile.warmup_s) > 0
     assert profile.memory.row_bytes is None and profile.memory.weights_bytes > 722_048 * 4
     assert "a CPU shows no peak" in profile.notes[0]
+    assert profile.group_check is not None and profile.group_check.measured_s > 0
     group = predict(profile, [JobLoad(rank=4, batch_size=2, lengths=(60,))] * 3)
     assert group.tokens_per_s > 0 and group.memory_bytes is None
     captured = capsys.readouterr()
     assert all(len(row) <= 80 for row in captured.out.splitlines() if str(file) not in row)
-    for part in ("Held-out error:", "backbone, per row", "The knee", "Attaching a job"):
+    for part in ("backbone, per row", "Held-out error:", "A group of 8 jobs", "The knee"):
         assert part in captured.out
     assert "round 1 of 1" in captured.err
 

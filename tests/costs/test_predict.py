@@ -6,7 +6,7 @@ import pytest
 from support.costs import PARAMETERS_PER_RANK, STEPS, TIME, WEIGHTS_BYTES
 
 from tlora.core.errors import SpecError
-from tlora.costs import JobLoad, Profile, knee_tokens, predict, solo
+from tlora.costs import JobLoad, Profile, finish_times, knee_tokens, predict, solo
 from tlora.costs.model import NanoBatch, Segment
 from tlora.costs.predict import rows_of, shares_of
 
@@ -51,6 +51,20 @@ def test_the_rates_of_the_jobs_sum_to_that_of_the_group(profile: Profile) -> Non
     assert sum(rate.tokens_per_s for rate in found.jobs) == pytest.approx(found.tokens_per_s)
     for job, rate in zip(jobs, found.jobs, strict=True):
         assert rate.steps_per_s * job.batch_tokens == pytest.approx(rate.tokens_per_s)
+
+
+def test_a_job_that_ends_leaves_its_room_to_the_others(profile: Profile) -> None:
+    """Alone it takes its tokens at the solo rate; in a group the last ends after the first, and
+    faster than if the first had stayed. A twin at the group's rate throughout is refused."""
+    tokens = 100_000
+    alone = finish_times(profile, [LARGE], [tokens])[0]
+    assert alone == pytest.approx(tokens / solo(profile, LARGE).tokens_per_s)
+    rate = predict(profile, [LARGE, LARGE]).jobs[0].tokens_per_s
+    first, last = finish_times(profile, [LARGE, LARGE], [tokens, 2 * tokens])
+    assert first == pytest.approx(tokens / rate)
+    assert last == pytest.approx(first + alone)
+    assert last != pytest.approx(2 * tokens / rate, rel=0.2)
+    assert finish_times(profile, [LARGE] * 3, [tokens] * 3) == pytest.approx([3 * alone] * 3, 0.02)
 
 
 def test_longer_sequences_higher_ranks_and_more_linears_cost_more(profile: Profile) -> None:

@@ -9,6 +9,7 @@ from support.costs import new_profile
 
 from tlora.core.errors import SpecError
 from tlora.costs.profile import (
+    GroupCheck,
     Profile,
     Skipped,
     as_json,
@@ -32,7 +33,9 @@ def test_a_profile_comes_back_as_it_was_written(profile: Profile, tmp_path: Path
         skipped=(Skipped(rows=16_384, length=512, ranks=(8, 64), reason="out of memory"),),
         notes=("a note",),
         load_s=1.5,
+        group_check=GroupCheck(jobs=8, tokens=10_000, predicted_s=1.1, measured_s=1.0),
     )
+    assert full.group_check is not None and full.group_check.error_pct == pytest.approx(10.0)
     write_profile(full, tmp_path / "p.json")
     assert read_profile(tmp_path / "p.json") == full
     (line,) = (tmp_path / "p.json").read_text().splitlines()

@@ -4,13 +4,21 @@
 scheduler asks. Nothing here measures, and nothing knows torch.
 """
 
-from tlora.costs.predict import JobLoad, Prediction, knee_tokens, predict, solo
+from tlora.costs.predict import (
+    JobLoad,
+    Prediction,
+    finish_times,
+    knee_tokens,
+    predict,
+    solo,
+)
 from tlora.costs.profile import Profile, read_profile, shipped_profiles, write_profile
 
 __all__ = [
     "JobLoad",
     "Prediction",
     "Profile",
+    "finish_times",
     "knee_tokens",
     "predict",
     "read_profile",

@@ -132,6 +132,37 @@ def solo(profile: Profile, job: JobLoad, *, budget_tokens: int | None = None) ->
     return predict(profile, [job], budget_tokens=budget_tokens)
 
 
+def finish_times(
+    profile: Profile,
+    jobs: Sequence[JobLoad],
+    tokens: Sequence[float],
+    *,
+    budget_tokens: int | None = None,
+) -> list[float]:
+    """Seconds until each job has passed so many tokens, if all start together and none joins: those
+    that are through leave their room to the others."""
+    finished = [0.0] * len(jobs)
+    left = {place: float(many) for place, many in enumerate(tokens)}
+    now = 0.0
+    while left:
+        running = list(left)
+        rates = predict(
+            profile, [jobs[place] for place in running], budget_tokens=budget_tokens
+        ).jobs
+        waits = [
+            left[place] / rate.tokens_per_s for place, rate in zip(running, rates, strict=True)
+        ]
+        first = min(waits)
+        now += first
+        for place, rate, wait in zip(running, rates, waits, strict=True):
+            left[place] -= first * rate.tokens_per_s
+            # Those that end with it, but for rounding, end with it.
+            if wait <= first * (1 + 1e-9):
+                finished[place] = now
+                del left[place]
+    return finished
+
+
 def adapter_parameters(profile: Profile, job: JobLoad) -> float:
     return profile.parameters_per_rank * job.rank * job.coverage
 
@@ -163,18 +194,26 @@ def rows_of(profile: Profile, tokens: float, budget: int) -> float:
 
 def knee_tokens(profile: Profile) -> int | None:
     """The fewest tokens of a nano-batch that reach 95 % of the rate that very large ones would, for
-    rank 16 and sequences of 512; None if a million do not. Steps and padding are left out."""
-    saturated = 1 / (seconds_of(profile, KNEE_LIMIT) / KNEE_LIMIT)
+    one job of rank 16; None if a million do not. Steps and padding are left out."""
+    length = knee_length(profile)
+
+    def rate(tokens: int) -> float:
+        batch = NanoBatch(tokens, tokens * min(tokens, length), (Segment(tokens, KNEE_RANK),))
+        return tokens / profile.time.seconds(batch)
+
+    saturated = rate(KNEE_LIMIT)
     low, high = 1, KNEE_LIMIT
     while low < high:
         middle = (low + high) // 2
-        if middle / seconds_of(profile, middle) >= KNEE_SHARE * saturated:
+        if rate(middle) >= KNEE_SHARE * saturated:
             high = middle
         else:
             low = middle + 1
     return low if low < KNEE_LIMIT else None
 
 
-def seconds_of(profile: Profile, tokens: int) -> float:
-    squares = tokens * min(tokens, KNEE_LENGTH)
-    return profile.time.seconds(NanoBatch(tokens, squares, (Segment(tokens, KNEE_RANK),)))
+def knee_length(profile: Profile) -> int:
+    """512, or the longest sequences that were measured."""
+    return min(
+        KNEE_LENGTH, round(max(each.batch.squares / each.batch.tokens for each in profile.points))
+    )

@@ -57,6 +57,20 @@ class Skipped:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GroupCheck:
+    """A group of jobs that was trained, and what the profile said it would take."""
+
+    jobs: int
+    tokens: int
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def error_pct(self) -> float:
+        return (self.predicted_s / self.measured_s - 1) * 100
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
     device: str
     dtype: str
@@ -90,6 +104,7 @@ class Profile:
     noise_pct: float | None = None
     """The median of the points' spreads."""
 
+    group_check: GroupCheck | None = None
     commit: str | None = None
     command: str | None = None
     notes: tuple[str, ...] = ()
@@ -162,6 +177,7 @@ def as_json(profile: Profile) -> dict[str, Any]:
         "warmup_s": profile.warmup_s,
         "load_s": profile.load_s,
         "noise_pct": profile.noise_pct,
+        "group_check": asdict(profile.group_check) if profile.group_check else None,
         "notes": list(profile.notes),
     }
 
@@ -172,6 +188,7 @@ def of_json(data: object) -> Profile:
     if top.get("kind") != "profile" or top.get("v") != 1:
         raise SpecError("is not a profile of version 1 (kind, v); `tlora profile` writes one")
     fit = _Fields(top.get("fit"), "fit.")
+    check = top.data.get("group_check")
     points = tuple(
         _point_of_json(_Fields(each, f"points[{place}]."))
         for place, each in enumerate(top.items("points"))
@@ -203,6 +220,7 @@ def of_json(data: object) -> Profile:
         warmup_s=top.number("warmup_s"),
         load_s=top.optional_number("load_s"),
         noise_pct=top.optional_number("noise_pct"),
+        group_check=_Fields(check, "group_check.").all_numbers(GroupCheck) if check else None,
         commit=top.data.get("commit"),
         command=top.data.get("command"),
         notes=tuple(top.data.get("notes", ())),

@@ -20,6 +20,9 @@ BARE = (8,)
 """The one that adapts a single linear: the frozen backbone, but for that."""
 
 SIZES = 6
+FEW = 2
+"""So many kinds at the largest size, which takes as long as all others together."""
+
 HELDOUT_PART = 0.2
 MIXED_FILL = 0.92
 """Nano-batches of mixed lengths end below their size, as real ones do: the rest is padding."""
@@ -64,12 +67,12 @@ def choose_plans(
         (rows, length, team)
         for rows in sizes
         for length, team in (
+            (middle, EIGHT),
+            (long, FOUR),
             (middle, SMALL),
             (middle, LARGE),
-            (middle, EIGHT),
             (short, FOUR),
-            (long, FOUR),
-        )
+        )[: FEW if rows == largest and len(sizes) == SIZES else None]
     ]
     kept = set(
         generator.permutation(len(candidates))[: round(HELDOUT_PART * len(candidates))].tolist()

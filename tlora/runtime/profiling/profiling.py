@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from tlora.core.errors import SpecError
+from tlora.core.errors import JobFailed, SpecError
 from tlora.costs.fit import fit_steps, fit_time, mean_error_pct
 from tlora.costs.memory import Memory, MemoryPoint, fit_memory
+from tlora.costs.model import NanoBatchTime, StepTime
 from tlora.costs.profile import Point, Profile, Skipped
 from tlora.model.memory import is_out_of_memory
 from tlora.model.super_model import SuperModel
@@ -22,6 +23,7 @@ from tlora.runtime.benchmark.workload import new_workload
 from tlora.runtime.budget import ON_CPU, ON_CPU_SMALL, ON_CUDA, default_budget
 from tlora.runtime.environment import quieten_libraries
 from tlora.runtime.profiling.grid import EIGHT, RANKS, Plan, choose_plans, lengths_within, whole
+from tlora.runtime.profiling.group_check import check_group
 from tlora.runtime.profiling.rig import NotMeasured, Rig, Visit
 from tlora.runtime.profiling.settings import Settings
 from tlora.training.compose import buckets_for
@@ -33,6 +35,8 @@ PAUSES = 6
 
 WARM_UP_PART = 0.6
 """Of the time; without a limit slow compilers would leave none for measuring."""
+
+FEWEST_POINTS = 10
 
 SEED = 0
 
@@ -64,38 +68,96 @@ def _run(settings: Settings, command: str, say: Say) -> Profile:
     plans = choose_plans(largest=settings.tokens, positions=shape.positions, generator=generator)
     ranks = [min(rank, largest_rank(shape)) for rank in RANKS]
     reserved = sum(ranks) + 1 + PAUSE_RANK
-    plans, skipped = within_memory(plans, shape, device, ranks, reserved)
+    plans, too_large = within_memory(plans, shape, device, ranks, reserved)
 
     say(f"{shape.name}: {shape.parameters:,} parameters, loading")
     started = machine.now(device)
-    model = shapes.load(shape, device)
-    weights = weights_bytes(model)
-    ours = SuperModel(model, reserve_rows=reserved)
+    base = shapes.load(shape, device)
+    weights = weights_bytes(base)
+    model = SuperModel(base, reserve_rows=reserved)
     load_s = machine.now(device) - started
 
     say("the first nano-batch")
-    rig = Rig(ours, ranks=ranks, weights_bytes=weights, reserved_rank=reserved)
-    budget = min(default_budget(device, shape.parameters), settings.tokens)
-    first = Plan(
-        budget, whole(budget, lengths_within(shape.positions, budget)[1]), EIGHT, heldout=False
-    )
-    deadline = time.monotonic() + settings.seconds
-    try:
-        warmup_s = rig.visit(first).seconds
-    except NotMeasured as error:
-        raise SpecError(
-            f"a nano-batch of {budget} tokens does not run: {error}; take a smaller --tokens",
-            field="--tokens",
-        ) from None
+    rig = Rig(model, ranks=ranks, weights_bytes=weights, reserved_rank=reserved)
+    budget = default_budget(device, shape.parameters)
+    warmup_s = first_seconds(rig, shape, min(budget, settings.tokens))
     visits, left_out = measure(
         rig,
         plans,
-        seconds=deadline - time.monotonic(),
+        seconds=settings.seconds,
         repeats=settings.repeats,
         generator=generator,
         say=say,
     )
+    points = [point_of(rig, plan, seen) for plan, seen in visits.items()]
+    times, steps, error_pct = fit(points, left_out)
     say("attaching and detaching")
+    attach_s, detach_s = pauses(rig, shape, smallest(plans))
+    profile = Profile(
+        device=machine.device_name(device),
+        dtype=str(shape.dtype).removeprefix("torch."),
+        shape=shape.name,
+        versions=record.versions(),
+        points=tuple(points),
+        skipped=(*too_large, *left_out),
+        time=times,
+        steps=steps,
+        memory=memory_of(points, weights, device),
+        heldout_error_pct=error_pct,
+        parameters_per_rank=rig.parameters_per_rank,
+        budget_tokens=budget,
+        buckets=buckets_for(budget, step=CPU_BUCKET_STEP if device.type == "cpu" else None),
+        attach_s=attach_s,
+        detach_s=detach_s,
+        warmup_s=warmup_s,
+        load_s=load_s,
+        noise_pct=noise_pct(points),
+        commit=record.commit(),
+        command=command,
+        notes=notes_of(device),
+    )
+    say("a group of jobs, against its prediction")
+    rig.empty()
+    return with_group_check(profile, model, shape)
+
+
+def first_seconds(rig: Rig, shape: Shape, tokens: int) -> float:
+    """Of a nano-batch of all jobs, with whatever is compiled for it."""
+    length = lengths_within(shape.positions, tokens)[1]
+    try:
+        return rig.visit(Plan(tokens, whole(tokens, length), EIGHT, heldout=False)).seconds
+    except NotMeasured as error:
+        raise SpecError(
+            f"a nano-batch of {tokens} tokens does not run: {error}; take fewer", field="--tokens"
+        ) from None
+
+
+def fit(
+    points: Sequence[Point], left_out: Sequence[Skipped]
+) -> tuple[NanoBatchTime, StepTime, float]:
+    """Parameters of nano-batches and steps from the points that may be fitted, and the error of
+    the former, in percent, on the others."""
+    fitted = [point for point in points if not point.heldout]
+    heldout = [point for point in points if point.heldout]
+    if not heldout or len(fitted) < FEWEST_POINTS:
+        reasons = dict.fromkeys(each.reason for each in left_out)
+        raise SpecError(
+            f"{len(fitted)} nano-batches to fit and {len(heldout)} to check are too few "
+            f"({', '.join(reasons) or 'the grid is small'}); give it more time, or other --tokens",
+            field="--seconds",
+        )
+    times = fit_time([point.batch for point in fitted], [point.seconds for point in fitted])
+    steps = fit_steps(
+        [len(point.batch.segments) for point in fitted],
+        [point.adapter_parameters for point in fitted],
+        [point.step_seconds for point in fitted],
+    )
+    predicted = [times.seconds(point.batch) for point in heldout]
+    return times, steps, mean_error_pct(predicted, [point.seconds for point in heldout])
+
+
+def pauses(rig: Rig, shape: Shape, plan: Plan) -> tuple[float, float]:
+    """Medians for one more job, between nano-batches."""
     spec = new_workload(
         num_jobs=1,
         ranks=(min(PAUSE_RANK, largest_rank(shape)),),
@@ -105,48 +167,18 @@ def _run(settings: Settings, command: str, say: Say) -> Profile:
         dropout=0.0,
         vocabulary=shape.vocabulary,
     ).jobs[0]
-    attach, detach = rig.pauses(spec, smallest(plans), repeats=PAUSES)
+    attach, detach = rig.pauses(spec, plan, repeats=PAUSES)
+    return statistics.median(attach[1:]), statistics.median(detach[1:])
 
-    points = [point_of(rig, plan, seen) for plan, seen in visits.items()]
-    spreads = [point.spread_pct for point in points if point.spread_pct is not None]
-    fitted = [point for point in points if not point.heldout]
-    heldout = [point for point in points if point.heldout]
-    if not heldout:
-        raise SpecError("no point was left to check the fit on", field="--seconds")
-    times = fit_time([point.batch for point in fitted], [point.seconds for point in fitted])
-    return Profile(
-        device=machine.device_name(device),
-        dtype=str(shape.dtype).removeprefix("torch."),
-        shape=shape.name,
-        versions=record.versions(),
-        points=tuple(points),
-        skipped=(*skipped, *left_out),
-        time=times,
-        steps=fit_steps(
-            [len(point.batch.segments) for point in fitted],
-            [point.adapter_parameters for point in fitted],
-            [point.step_seconds for point in fitted],
-        ),
-        memory=memory_of(points, weights, device),
-        heldout_error_pct=mean_error_pct(
-            [times.seconds(point.batch) for point in heldout],
-            [point.seconds for point in heldout],
-        ),
-        parameters_per_rank=rig.parameters_per_rank,
-        budget_tokens=default_budget(device, shape.parameters),
-        buckets=buckets_for(
-            default_budget(device, shape.parameters),
-            step=None if device.type == "cuda" else CPU_BUCKET_STEP,
-        ),
-        attach_s=statistics.median(attach[1:]),
-        detach_s=statistics.median(detach[1:]),
-        warmup_s=warmup_s,
-        load_s=load_s,
-        noise_pct=statistics.median(spreads) if spreads else None,
-        commit=record.commit(),
-        command=command,
-        notes=notes_of(device),
-    )
+
+def with_group_check(profile: Profile, model: SuperModel, shape: Shape) -> Profile:
+    """What was measured so far is not lost if the group does not run."""
+    lengths = lengths_within(shape.positions, profile.budget_tokens)
+    try:
+        check = check_group(model, profile, lengths=lengths, largest_rank=largest_rank(shape))
+    except JobFailed as error:
+        return replace(profile, notes=(*profile.notes, f"the group did not run: {error}"))
+    return replace(profile, group_check=check)
 
 
 def with_defaults(settings: Settings, device: torch.device) -> Settings:
@@ -278,6 +310,12 @@ def memory_of(points: Sequence[Point], weights: int, device: torch.device) -> Me
         device_bytes=total,
         outside_bytes=outside,
     )
+
+
+def noise_pct(points: Sequence[Point]) -> float | None:
+    """The median spread; None if nothing was repeated."""
+    spreads = [point.spread_pct for point in points if point.spread_pct is not None]
+    return statistics.median(spreads) if spreads else None
 
 
 def weights_bytes(model: torch.nn.Module) -> int:

@@ -11,7 +11,7 @@ from tlora.core.errors import SpecError
 from tlora.runtime.benchmark.settings import DTYPES, check_shape, flag, require
 from tlora.runtime.benchmark.settings import HELP as BENCH_HELP
 
-SECONDS = 90.0
+SECONDS = 60.0
 REPEATS = 5
 MIN_TOKENS = 64
 MIN_SECONDS = 1.0
@@ -19,7 +19,8 @@ MIN_SECONDS = 1.0
 HELP = {
     "output": "Write the profile to this file; one that is there is replaced.",
     "shape": BENCH_HELP["shape"],
-    "seconds": "Measure for so long at most, loading not counted. What is not reached is left out.",
+    "seconds": "Measure nano-batches for so long at most; what is not reached is left out. "
+    "Loading, the first nano-batch and the group at the end come on top.",
     "repeats": "Measure every nano-batch so many times at most; their median counts.",
     "tokens": "The largest nano-batch. Default: 16384 on CUDA, 2048 for demo, else 1024.",
     "device": BENCH_HELP["device"],

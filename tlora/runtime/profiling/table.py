@@ -4,11 +4,12 @@ Fits in 80 columns."""
 from collections.abc import Sequence
 
 from tlora.costs.model import NanoBatch
-from tlora.costs.predict import KNEE_LENGTH, KNEE_RANK, KNEE_SHARE, knee_tokens
+from tlora.costs.predict import KNEE_RANK, KNEE_SHARE, knee_length, knee_tokens
 from tlora.costs.profile import Profile
 from tlora.runtime.benchmark.table import Table, wrapped
 
 SHOWN_POINTS = 8
+UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9), ("ps", 1e-12))
 
 
 def title(profile: Profile) -> list[str]:
@@ -24,17 +25,17 @@ def parameters(profile: Profile) -> Table:
     return Table(
         ("time of a nano-batch", "", "unit"),
         [
-            ("fixed", f"{time.fixed_s * 1e3:.3f}", "ms"),
-            ("per job in it", f"{time.segment_s * 1e3:.3f}", "ms"),
-            ("flat: launches, weights", f"{time.flat_s * 1e3:.3f}", "ms"),
-            ("backbone, per row", f"{time.row_s * 1e6:.4f}", "us"),
-            ("attention, per squared token", f"{time.square_s * 1e12:.3f}", "ps"),
-            ("LoRA, per token", f"{time.lora_s * 1e6:.4f}", "us"),
-            ("LoRA, per token and rank", f"{time.rank_s * 1e9:.4f}", "ns"),
+            ("fixed", *duration(time.fixed_s)),
+            ("per job in it", *duration(time.segment_s)),
+            ("flat: launches, weights", *duration(time.flat_s)),
+            ("backbone, per row", *duration(time.row_s)),
+            ("attention, per squared token", *duration(time.square_s)),
+            ("LoRA, per token", *duration(time.lora_s)),
+            ("LoRA, per token and rank", *duration(time.rank_s)),
             ("sharpness of the maximum", f"{time.sharpness:g}", ""),
-            ("optimiser, per round", f"{steps.pass_s * 1e3:.3f}", "ms"),
-            ("optimiser, per job", f"{steps.job_s * 1e3:.3f}", "ms"),
-            ("optimiser, per parameter", f"{steps.parameter_s * 1e12:.3f}", "ps"),
+            ("optimiser, per round", *duration(steps.pass_s)),
+            ("optimiser, per job", *duration(steps.job_s)),
+            ("optimiser, per parameter", *duration(steps.parameter_s)),
         ],
     )
 
@@ -69,6 +70,7 @@ def sentences(profile: Profile) -> list[str]:
         f"Held-out error: {profile.heldout_error_pct:.1f} % on average"
         + (f", {fitted:.1f} % on the fitted points" if fitted is not None else "")
         + ("." if noise is None else f"; repeats of one point spread by {noise:.1f} %."),
+        *_group(profile),
         _knee(profile),
         f"Attaching a job takes {profile.attach_s * 1e3:,.1f} ms, detaching "
         f"{profile.detach_s * 1e3:,.1f} ms, the first nano-batch {profile.warmup_s:,.2f} s.",
@@ -90,6 +92,24 @@ def text(profile: Profile) -> list[str]:
     return [line for part in parts for line in [*part, ""]]
 
 
+def duration(seconds: float) -> tuple[str, str]:
+    """In the unit that leaves one to three digits before the point."""
+    if not seconds:
+        return "0", ""
+    unit, size = next(((unit, size) for unit, size in UNITS if seconds >= size), ("fs", 1e-15))
+    return f"{seconds / size:.2f}", unit
+
+
+def _group(profile: Profile) -> list[str]:
+    check = profile.group_check
+    if check is None:
+        return []
+    return [
+        f"A group of {check.jobs} jobs, {check.tokens:,} tokens in all, was predicted to take "
+        f"{check.predicted_s:.2f} s and took {check.measured_s:.2f} s: {check.error_pct:+.1f} %."
+    ]
+
+
 def _mean_rank(batch: NanoBatch) -> float:
     return sum(segment.tokens * segment.rank for segment in batch.segments) / batch.tokens
 
@@ -97,7 +117,8 @@ def _mean_rank(batch: NanoBatch) -> float:
 def _knee(profile: Profile) -> str:
     largest = max(point.batch.rows for point in profile.points)
     knee = knee_tokens(profile)
-    what = f"{KNEE_SHARE:.0%} of the saturated rate (rank {KNEE_RANK}, sequences of {KNEE_LENGTH})"
+    length = knee_length(profile)
+    what = f"{KNEE_SHARE:.0%} of the saturated rate (rank {KNEE_RANK}, sequences of {length})"
     if knee is None or knee > largest:
         return f"The knee, {what}, lies beyond the {largest:,.0f} tokens that were measured."
     return f"The knee, {what}, is at {knee:,} tokens."
