@@ -200,13 +200,8 @@ def of_json(data: object) -> Profile:
         versions=dict(_Fields(top.get("versions"), "versions.").data),
         points=points,
         skipped=tuple(
-            Skipped(
-                rows=each["rows"],
-                length=each["length"],
-                ranks=tuple(each["ranks"]),
-                reason=each["reason"],
-            )
-            for each in top.data.get("skipped", [])
+            _skipped_of_json(_Fields(each, f"skipped[{place}]."))
+            for place, each in enumerate(top.items("skipped"))
         ),
         time=_Fields(fit.get("time"), "fit.time.").all_numbers(NanoBatchTime),
         steps=_Fields(fit.get("steps"), "fit.steps.").all_numbers(StepTime),
@@ -214,7 +209,7 @@ def of_json(data: object) -> Profile:
         heldout_error_pct=top.number("heldout_error_pct"),
         parameters_per_rank=top.count("parameters_per_rank"),
         budget_tokens=top.count("budget_tokens"),
-        buckets=tuple(int(size) for size in top.items("buckets")),
+        buckets=tuple(int(size) for size in top.numbers("buckets")),
         attach_s=top.number("attach_s"),
         detach_s=top.number("detach_s"),
         warmup_s=top.number("warmup_s"),
@@ -223,7 +218,7 @@ def of_json(data: object) -> Profile:
         group_check=_Fields(check, "group_check.").all_numbers(GroupCheck) if check else None,
         commit=top.data.get("commit"),
         command=top.data.get("command"),
-        notes=tuple(top.data.get("notes", ())),
+        notes=tuple(map(str, top.items("notes"))),
     )
     if not profile.buckets:
         raise SpecError("must name at least one size", field="buckets")
@@ -265,10 +260,11 @@ def _point_as_json(point: Point) -> dict[str, Any]:
 
 def _point_of_json(found: "_Fields") -> Point:
     segments: list[Segment] = []
-    for each in found.items("segments"):
-        if not isinstance(each, list) or len(each) != 3:
+    for place, each in enumerate(found.items("segments")):
+        values = _Fields({"it": each}, f"{found.place}segments[{place}].").numbers("it")
+        if len(values) != 3:
             raise SpecError("must be [tokens, rank, coverage]", field=f"{found.place}segments")
-        segments.append(Segment(*each))
+        segments.append(Segment(*values))
     seconds = found.number("seconds")
     if not seconds:
         raise SpecError("must be above 0", field=f"{found.place}seconds")
@@ -279,8 +275,17 @@ def _point_of_json(found: "_Fields") -> Point:
         spread_pct=found.optional_number("spread_pct"),
         repeats=found.count("repeats"),
         step_seconds=found.number("step_seconds"),
-        peak_bytes=found.data.get("peak_bytes"),
+        peak_bytes=found.optional_count("peak_bytes"),
         heldout=bool(found.get("heldout")),
+    )
+
+
+def _skipped_of_json(found: "_Fields") -> Skipped:
+    return Skipped(
+        rows=found.count("rows"),
+        length=found.count("length"),
+        ranks=tuple(int(rank) for rank in found.numbers("ranks")),
+        reason=found.text("reason"),
     )
 
 
@@ -316,16 +321,16 @@ class _Fields:
         return value
 
     def number(self, name: str) -> float:
-        value = self.get(name)
-        good = isinstance(value, int | float) and not isinstance(value, bool)
-        if not good or not math.isfinite(value) or value < 0:
-            raise SpecError(
-                f"must be a number of at least 0, got {_shown(value)}", field=f"{self.place}{name}"
-            )
-        return value
+        return _number(self.get(name), f"{self.place}{name}")
+
+    def numbers(self, name: str) -> list[float]:
+        return [_number(value, f"{self.place}{name}") for value in self.items(name)]
 
     def optional_number(self, name: str) -> float | None:
         return None if self.data.get(name) is None else self.number(name)
+
+    def optional_count(self, name: str) -> int | None:
+        return None if not self.data.get(name) else self.count(name)
 
     def count(self, name: str) -> int:
         value = self.number(name)
@@ -345,6 +350,17 @@ class _Fields:
             for field in fields(kind)  # type: ignore[arg-type]
         }
         return kind(**values)
+
+
+def _number(value: object, place: str) -> float:
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not math.isfinite(value)
+        or value < 0
+    ):
+        raise SpecError(f"must be a number of at least 0, got {_shown(value)}", field=place)
+    return value
 
 
 def _shown(value: object) -> str:
