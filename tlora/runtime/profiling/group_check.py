@@ -12,6 +12,7 @@ from tlora.costs.profile import GroupCheck, Profile
 from tlora.model.super_model import SuperModel
 from tlora.runtime.benchmark.arms import train_together
 from tlora.runtime.benchmark.workload import Workload, new_workload
+from tlora.runtime.profiling.rig import NotMeasured
 
 JOBS = 8
 RANKS = (4, 8, 16, 32)
@@ -19,17 +20,18 @@ BATCHES = (1, 2, 4)
 REPEATS = 3
 """At most, after one that warms up."""
 
-ALL_SECONDS = 10.0
+ALL_SECONDS = 6.0
 """No further one begins after that: with a large base, jobs take long to come and go."""
 
-AIM_SECONDS = 2.0
+AIM_SECONDS = 1.0
+MOST_SECONDS = 20.0
 FEWEST_STEPS, MOST_STEPS = 2, 12
 
 
 def check_group(
     model: SuperModel, profile: Profile, *, lengths: tuple[int, ...], largest_rank: int
 ) -> GroupCheck:
-    """The super-model must be empty."""
+    """The super-model must be empty. Raises NotMeasured if it would take too long."""
     budget = profile.budget_tokens
 
     def work_of(steps: int) -> Workload:
@@ -43,7 +45,10 @@ def check_group(
             vocabulary=model.vocabulary,
         )
 
-    each_step = predicted_seconds(profile, work_of(FEWEST_STEPS)) / FEWEST_STEPS
+    shortest = predicted_seconds(profile, work_of(FEWEST_STEPS))
+    if shortest > MOST_SECONDS:
+        raise NotMeasured(f"{FEWEST_STEPS} steps each would take {shortest:.0f} s")
+    each_step = shortest / FEWEST_STEPS
     work = work_of(max(FEWEST_STEPS, min(MOST_STEPS, round(AIM_SECONDS / each_step))))
     started = time.monotonic()
     seconds: list[float] = []

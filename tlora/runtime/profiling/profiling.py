@@ -92,7 +92,7 @@ def _run(settings: Settings, command: str, say: Say) -> Profile:
     points = [point_of(rig, plan, seen) for plan, seen in visits.items()]
     times, steps, error_pct = fit(points, left_out)
     say("attaching and detaching")
-    attach_s, detach_s = pauses(rig, shape, smallest(plans))
+    attach_s, detach_s = pauses(rig, shape, smallest(list(visits)))
     profile = Profile(
         device=machine.device_name(device),
         dtype=str(shape.dtype).removeprefix("torch."),
@@ -172,12 +172,12 @@ def pauses(rig: Rig, shape: Shape, plan: Plan) -> tuple[float, float]:
 
 
 def with_group_check(profile: Profile, model: SuperModel, shape: Shape) -> Profile:
-    """What was measured so far is not lost if the group does not run."""
+    """What was measured so far is not lost if the group does not run, or would run for long."""
     lengths = lengths_within(shape.positions, profile.budget_tokens)
     try:
         check = check_group(model, profile, lengths=lengths, largest_rank=largest_rank(shape))
-    except JobFailed as error:
-        return replace(profile, notes=(*profile.notes, f"the group did not run: {error}"))
+    except (JobFailed, NotMeasured) as error:
+        return replace(profile, notes=(*profile.notes, f"no group was trained: {error}"))
     return replace(profile, group_check=check)
 
 
