@@ -28,6 +28,7 @@ NOT_RUN = Counter(
         ("docs/tutorial.md", "needs vLLM"): 1,
         ("docs/tutorial.md", "needs SGLang"): 1,
         ("docs/benchmarks.md", "takes minutes"): 1,
+        ("docs/profiles.md", "takes minutes"): 1,
         ("docs/migrating.md", "an Axolotl file"): 1,
         ("docs/migrating.md", "a LLaMA-Factory file"): 1,
         ("docs/migrating.md", "needs TRL"): 1,

@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import tlora
-from tlora.cli import bench, check, demo, merge, preview, report, schema, train, verify
+from tlora.cli import bench, check, demo, merge, preview, profile, report, schema, train, verify
 from tlora.cli.output import print_error
 from tlora.core.errors import AdapterError, DataError, ModelError, SpecError, TloraError
 
@@ -32,6 +32,7 @@ app.command("verify")(verify.verify)
 app.command("merge")(merge.merge)
 app.command("schema")(schema.schema)
 app.command("bench")(bench.bench)
+app.command("profile")(profile.profile)
 
 
 def print_version(wanted: bool) -> None:
