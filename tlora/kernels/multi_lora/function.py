@@ -42,7 +42,8 @@ def _forward(
         for weight, bias in zip(weights, biases, strict=True)
     ]
     s = a.new_empty(x.shape[0], s_like.shape[1])
-    cpu.add_forward(y, s, x, a, b, read_table(table, extra), rows, linears)
+    if segments := read_table(table, extra):
+        cpu.add_forward(y, s, x, a, b, segments, rows, linears)
     return [*y, s]
 
 
@@ -77,8 +78,8 @@ def _backward(
         )
         return x.new_empty(0) if dx is None else dx
     dx = row_tiles.input_gradient(dy, bases, tile_rows) if needs_dx else None
-    segments = read_table(table, extra)
-    cpu.add_backward(dx, x, dy, s, a, b, grad_a, grad_b, segments, rows, linears)
+    if segments := read_table(table, extra):
+        cpu.add_backward(dx, x, dy, s, a, b, grad_a, grad_b, segments, rows, linears)
     return x.new_empty(0) if dx is None else dx
 
 
