@@ -54,6 +54,14 @@ class Composition:
     credits: dict[str, float]
     """Of all that were waiting, after this pass."""
 
+    budget: int = 0
+    """What it was composed for."""
+
+    full: bool = False
+    """Not cut short for want of work: something had to wait, or hardly any room is left."""
+
+
+NEARLY_FULL = 15 / 16
 
 SIXTEENTHS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
 """Of the budget: no nano-batch between an eighth and the whole is padded by more than half of it,
@@ -103,6 +111,8 @@ def compose(
         tokens=tokens,
         picks=tuple(Pick(member.job, tuple(member.taken)) for member in sharing if member.taken),
         credits=_settle(members, head.kind),
+        budget=budget,
+        full=tokens >= NEARLY_FULL * budget or any(member.has_more for member in sharing),
     )
 
 
