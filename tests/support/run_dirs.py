@@ -40,9 +40,9 @@ def synthetic_run(
     tuned: Landscape | None = None,
     seed: int = 0,
 ) -> Path:
-    """With `tuned`, the size of nano-batches is, on that landscape. A run whose jobs take a step with every pass they are in, and share it in small groups. Jobs
-    named in `failing` end after a third of their steps; those in `unfinished` stop
-    halfway without a result."""
+    """A run whose jobs take a step with every pass they are in, and share it in small groups. Jobs
+    named in `failing` end after a third of their steps; those in `unfinished` stop halfway without
+    a result. With `tuned` the size of nano-batches is, on that landscape."""
     draw = random.Random(seed)
     steps = max(2, nano_batches * min(sharing, jobs) // (2 * jobs))
     specs = [job_of(at, steps) for at in range(jobs)]

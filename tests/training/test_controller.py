@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import pairwise
 
 import pytest
 
@@ -319,7 +320,7 @@ def test_sizes_rise_by_a_quarter_at_most() -> None:
     """From any of them a doubling is one, too."""
     sizes = ladder(512, 16384)
     assert sizes[:6] == (512, 640, 768, 896, 1024, 1280) and sizes[-1] == 16384
-    assert all(after <= 1.25 * size for size, after in zip(sizes, sizes[1:], strict=False))
+    assert all(after <= 1.25 * size for size, after in pairwise(sizes))
     assert all(2 * size in sizes for size in sizes if 2 * size <= 16384)
 
 

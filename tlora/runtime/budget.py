@@ -25,8 +25,8 @@ SMALLEST_TUNED = {"cuda": 512, "cpu": 256}
 LARGEST_TUNED = {"cuda": 4 * ON_CUDA, "cpu": 4 * ON_CPU_SMALL}
 """Past every knee seen so far; larger ones only take memory."""
 
-CUDA_WARM_UPS = 2
-"""A new size compiles at first, and its allocations are new to the second."""
+WARM_UPS = {"cuda": 2, "cpu": 0}
+"""On a GPU a new size compiles at first, and its allocations are new to the second."""
 
 KEPT_FREE = 0.1
 """Of the memory, for what the estimate of the activations misses."""
@@ -83,7 +83,7 @@ def tuning(
         start=at_most(sizes, budget // 4),
         idle=at_most(sizes, budget),
         limit=limit,
-        warm_ups=CUDA_WARM_UPS if device.type == "cuda" else 1,
+        warm_ups=WARM_UPS[device.type],
     )
 
 
