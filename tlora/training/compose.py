@@ -77,10 +77,10 @@ def buckets_for(budget: int, *, step: int | None = None) -> tuple[int, ...]:
 
 
 def bucket_of(tokens: int, budget: int, buckets: Sequence[int]) -> int:
-    """The smallest bucket that holds the tokens; beyond the budget, the smallest multiple of it."""
-    if tokens > budget:
-        return -(-tokens // budget) * budget
-    return min(size for size in buckets if size >= tokens)
+    """The smallest bucket that holds the tokens; beyond them, the smallest multiple of the
+    budget."""
+    multiple = -(-tokens // budget) * budget
+    return min((size for size in buckets if size >= tokens), default=multiple)
 
 
 def compose(

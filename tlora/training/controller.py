@@ -186,9 +186,9 @@ class Controller:
         return self._trial is None and self._move is None
 
     def buckets(self, budget: int) -> tuple[int, ...]:
-        """Rows that a nano-batch of this budget may have: sizes that other budgets use too, from an
-        eighth of it on."""
-        return tuple(size for size in self._sizes if budget // 8 <= size <= budget)
+        """Rows that a nano-batch of this budget may have, from an eighth of it on: sizes that other
+        budgets use too. Those above it are for sequences that are longer."""
+        return tuple(size for size in self._sizes if size >= budget // 8)
 
     def observe(self, measure: Measure) -> tuple[Decision, ...]:
         """Take note of a nano-batch; what was decided because of it."""
