@@ -68,14 +68,14 @@ def fed(
 
 # Landscapes.
 
-REGRET = {"peak at 600": 0.12, "moves": 0.10, "narrow": 0.08, "noise 10%": 0.08, "not known": 0.08}
+REGRET = {"moves": 0.09, "noise 10%": 0.08}
+"""Where a search must be done twice, or through much noise."""
 
 
 @pytest.mark.parametrize("landscape", landscapes(), ids=lambda each: each.name)
 def test_it_finds_the_best_size_and_costs_a_few_per_cent(landscape: Landscape) -> None:
-    """In the time of a run of 300 nano-batches, everything counted: slow sizes on the way, first
-    nano-batches that compile, looks beside the plateau. More where a search must pass sizes many
-    times slower, twice, or through much noise."""
+    """Over the work of 300 nano-batches, everything counted: slow sizes on the way, first
+    nano-batches that compile, looks beside the plateau."""
     found = runs(landscape)
     bound = next((bound for name, bound in REGRET.items() if name in landscape.name), 0.05)
     assert statistics.mean(run.regret for run in found) < bound
@@ -284,6 +284,25 @@ def test_a_change_of_group_starts_from_the_best_known() -> None:
     run = drive(ours(landscape), landscape)
     after = [b for b, done in zip(run.budgets, run.done, strict=True) if done >= 0.5]
     assert min(after) >= 4096 and after[-1] == 16384
+
+
+def test_jobs_that_come_and_go_do_not_keep_it_from_the_knee() -> None:
+    """A job that ends with every few nano-batches of the run: the search goes on over it."""
+    often = tuple(at / 100 for at in range(1, 100))
+    landscape = replace(recorded("1B with adapters, eager"), changes=often)
+    for run in runs(landscape):
+        assert run.regret < 0.05 and run.loss_at_the_end() < 0.03
+
+
+def test_a_change_of_group_during_a_search_is_looked_at_after_it() -> None:
+    """What was measured before the change may not hold: the best is measured again."""
+    controller = Controller(settings())
+    fed(controller, 3, 1000.0)
+    assert controller.budget == 256
+    decisions = fed(controller, 3, 1000.0, group=1)
+    assert [each.action for each in decisions] == [Action.SETTLE] and not controller.is_settled
+    assert [each.action for each in fed(controller, 3, 1000.0, group=1)] == [Action.HOLD]
+    assert controller.is_settled and controller.budget == 128
 
 
 # The trace.

@@ -22,7 +22,7 @@ per token."""
 SMALL_PARAMETERS = 100_000_000
 
 SMALLEST_TUNED = {"cuda": 512, "cpu": 256}
-LARGEST_TUNED = {"cuda": 4 * ON_CUDA, "cpu": 4 * ON_CPU_SMALL}
+LARGEST_TUNED = {"cuda": 2 * ON_CUDA, "cpu": 2 * ON_CPU_SMALL}
 """Past every knee seen so far; larger ones only take memory."""
 
 WARM_UPS = {"cuda": 2, "cpu": 0}

@@ -158,6 +158,8 @@ class Controller:
         self._search(None)
         self._move = Action.RESTART
         self._group: int | None = None
+        self._changed = False
+        """The group has, while a search was under way."""
         self._before: tuple[float, int] | None = None
         """Level of the best and its number of measures, before the group changed."""
         self._starved: int | None = None
@@ -338,6 +340,9 @@ class Controller:
     def _settle(self, measured: int, why: str, *, action: Action = Action.SETTLE) -> None:
         self._say(action, measured, self.best, why)
         self._search(None)
+        if self._changed:
+            self._changed = False
+            self._confirm_best()
 
     def _search(self, move: Action | None) -> None:
         """Begin anew around the best size, or stay there."""
@@ -425,18 +430,23 @@ class Controller:
     # From outside.
 
     def _change_group(self) -> None:
-        """Start again from the best known. What other sizes gave stays until the best turns out to
-        have changed."""
-        searching = not self.is_settled and self._move is not Action.RESTART
-        if self._trial is not None:
-            self._say(Action.RESTART, self.best, self.best, "the group has changed")
+        """Measure the best again. What other sizes gave stays until it turns out to have changed.
+        A search under way is finished first, or jobs that come and go would keep it from ever
+        ending."""
         self._starved = None
         self._unfilled = 0
+        if self._trial is not None and self._move is not Action.PROBE:
+            self._changed = True
+        elif self.is_settled or self._trial is not None:
+            if self._trial is not None:
+                self._say(Action.RESTART, self.best, self.best, "the group has changed")
+            self._confirm_best()
+        elif self._before is not None:
+            self.rates.forget(self.best)
+
+    def _confirm_best(self) -> None:
         count = self.rates.count(self.best)
-        if searching and self._move is not Action.PROBE:
-            self._before = None
-        elif count and self._before is None:
-            self._before = (self.rates.level(self.best), count)
+        self._before = (self.rates.level(self.best), count) if count else None
         self.rates.forget(self.best)
         self._search(Action.RESTART)
 
