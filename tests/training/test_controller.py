@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from itertools import pairwise
+from random import Random
 
 import pytest
 
@@ -330,6 +331,31 @@ def test_every_change_of_size_is_in_the_trace() -> None:
             budgets.append(at[number].budget if number in at else budgets[-1])
         assert budgets == run.budgets
         assert all(decision.why for decision in run.decisions)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_it_is_told_breaks_it(seed: int) -> None:
+    """Any mix of what may happen, told late at times: it stays within its sizes and what memory has
+    shown, and can be replayed."""
+    draw = Random(seed)
+    sizes = ladder(64, 2048)
+    tuned = ControllerSettings(sizes=sizes, start=256, idle=512, limit=1500, patience=4)
+    controller, told, decided, group = Controller(tuned), [], [], 0
+    budgets, failed = [controller.budget] * 2, 10_000
+    for _ in range(600):
+        group += draw.random() < 0.05
+        budget = budgets[-draw.randint(1, 2)]
+        rows = draw.choice([budget, budget, budget, max(1, budget // 2), 3 * budget])
+        full = rows <= budget and draw.random() < 0.8
+        lost = 64 < rows <= budget and draw.random() < 0.01
+        seconds = rows / 1000.0 * draw.lognormvariate(0.0, 0.5)
+        measure = Measure(budget, rows, rows, seconds, draw.random() < 0.9, full, group, lost)
+        told.append(measure)
+        decided += controller.observe(measure)
+        failed = min(failed, rows) if lost else failed
+        budgets.append(controller.budget)
+        assert controller.budget <= 1500 and controller.budget < failed
+    assert replay(tuned, told) == decided
 
 
 # Sizes.
