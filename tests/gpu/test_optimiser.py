@@ -99,6 +99,7 @@ def test_a_step_waits_for_nothing() -> None:
     for slot in range(len(JOBS)):
         problem.fill_gradients(slot, 1)
     launched(problem, {0: 1})  # compiled by now
+    problem.fill_gradients(0, 2)
     orders = [job.order(slot, 2) for slot, job in enumerate(JOBS)]
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 from support.run_dirs import synthetic_run
-from support.runs import job_file
+from support.runs import job_file, write_rows
 
 from tlora.config import load_spec
 from tlora.core.errors import SpecError
+from tlora.runtime.benchmark.landscapes import recorded
 from tlora.runtime.progress import ProgressLines
 from tlora.runtime.report import write_report
-from tlora.runtime.run_log import read_run
+from tlora.runtime.run_log import read_decision, read_run, read_tunings
 from tlora.runtime.training import train
+from tlora.training.controller import replay
 
 VOID = {"meta", "br", "hr", "input", "link", "img", "area", "base", "col", "embed", "source", "wbr"}
 
@@ -189,6 +191,46 @@ def test_a_stop_takes_no_time(tmp_path: Path) -> None:
     assert plain["resumed"] == [] and len(resumed["resumed"]) == 1
     assert resumed["throughput"]["time"] == pytest.approx(plain["throughput"]["time"], abs=0.3)
     assert min(resumed["throughput"]["useful"]) > 0.5 * min(plain["throughput"]["useful"])
+
+
+def test_a_run_whose_size_was_tuned_shows_how(tmp_path: Path) -> None:
+    """Sizes, speeds and decisions; a run of one size has no such picture."""
+    landscape = recorded("1B with adapters, eager")
+    root = synthetic_run(tmp_path / "run", tuned=landscape, nano_batches=120)
+    page = report_of(root)
+    tuning = page.data["tuning"]
+    events = lines_of(root / "events.jsonl")
+    decided = [event for event in events if event["kind"] == "tuned"]
+    assert [mark["action"] for mark in tuning["marks"]] == [event["action"] for event in decided]
+    assert [mark["budget"] for mark in tuning["marks"]] == [event["budget"] for event in decided]
+    assert tuning["budget"][0] == 2048 and set(tuning["budget"]) == {2048, 4096, 8192}
+    for size, rate in zip(tuning["budget"], tuning["rate"], strict=True):
+        assert rate == pytest.approx(landscape.rate(size, 0.0), rel=0.05)
+    assert "Size of nano-batches" in page.text
+    plain = report_of(synthetic_run(tmp_path / "plain"))
+    assert plain.data["tuning"] is None and "Size of nano-batches" not in plain.text
+
+
+def test_the_decisions_of_a_real_run_can_be_replayed(base: Path, tmp_path: Path) -> None:
+    """From events.jsonl alone, one for one, over a run that went on with another job."""
+    data = {"path": str(write_rows(tmp_path / "rows.jsonl", 200))}
+    jobs = [{"name": name, "data": data} for name in ("first", "second")]
+    train_settings = {"max_steps": 6, "batch_size": 100, "max_length": 64, "learning_rate": 1e-3}
+    for at in (1, 2):
+        file = job_file(base, *jobs[:at])
+        file["defaults"] = {"lora": {"r": 2, "lora_alpha": 4}, "train": train_settings}
+        file["engine"] = {"device": "cpu", "nano_batch_tokens": "tuned"}
+        with (tmp_path / "seen.txt").open("w") as out:
+            train(load_spec(file), output=tmp_path / "run", progress=ProgressLines(out))
+    assert "found by measuring" in (tmp_path / "seen.txt").read_text()
+    events = lines_of(tmp_path / "run" / "events.jsonl")
+    sessions = list(read_tunings(events))
+    assert len(sessions) == 2
+    decided = [read_decision(event) for event in events if event["kind"] == "tuned"]
+    replayed = [each for settings, told in sessions for each in replay(settings, told)]
+    assert decided and replayed == decided
+    shorter = [each for settings, told in sessions for each in replay(settings, told[1:])]
+    assert shorter != decided
 
 
 def test_both_themes_are_there(tmp_path: Path) -> None:

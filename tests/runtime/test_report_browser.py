@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support.run_dirs import synthetic_run
 
+from tlora.runtime.benchmark.landscapes import recorded
 from tlora.runtime.report import write_report
 
 pytestmark = pytest.mark.browser
@@ -56,6 +57,17 @@ def test_the_report_is_drawn_in_a_browser(chromium: str, tmp_path: Path) -> None
     assert figure(dom, "loss").count('class="curve"') == 2 * 7, "eight were chosen, one was hidden"
     assert "<path" in figure(dom, "throughput") and 'class="padding"' in figure(dom, "composition")
     assert len(re.findall(r'<td class="spark"[^>]*><svg', dom)) == 10
+
+
+def test_the_tuned_size_is_drawn(chromium: str, tmp_path: Path) -> None:
+    """Two lines, a sign for every decision that has room, and what the signs mean."""
+    landscape = recorded("1B with adapters, eager")
+    page = write_report(synthetic_run(tmp_path / "run", tuned=landscape, nano_batches=120))
+    dom = opened(chromium, page, tmp_path / "profile", after="")
+    assert 'data-drawn="yes"' in dom and "data-error" not in dom
+    drawn = figure(dom, "tuning")
+    assert 'class="budget"' in drawn and 'class="useful"' in drawn and "▲" in drawn
+    assert "▲ double" in dom
 
 
 def test_an_error_in_a_script_would_be_seen(chromium: str, tmp_path: Path) -> None:

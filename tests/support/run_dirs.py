@@ -4,10 +4,13 @@ import json
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from tlora.config import dump_spec
 from tlora.core.job import BaseSpec, DataSpec, EvalSpec, JobSpec, LoraSpec, RunSpec, TrainSpec
+from tlora.runtime.benchmark.landscapes import Landscape, settings_for
+from tlora.training.controller import Controller, Measure
 
 BEGAN = 1_700_000_000.0
 ROWS = 1024
@@ -34,11 +37,12 @@ def synthetic_run(
     reason: str = "the loss is not finite at step 12",
     unfinished: Sequence[str] = (),
     resumed_at: int | None = None,
+    tuned: Landscape | None = None,
     seed: int = 0,
 ) -> Path:
     """A run whose jobs take a step with every pass they are in, and share it in small groups. Jobs
-    named in `failing` end after a third of their steps; those in `unfinished` stop
-    halfway without a result."""
+    named in `failing` end after a third of their steps; those in `unfinished` stop halfway without
+    a result. With `tuned` the size of nano-batches is, on that landscape."""
     draw = random.Random(seed)
     steps = max(2, nano_batches * min(sharing, jobs) // (2 * jobs))
     specs = [job_of(at, steps) for at in range(jobs)]
@@ -62,6 +66,9 @@ def synthetic_run(
     taken = {job.name: 0 for job in specs}
     seen = {job.name: 0 for job in specs}
     active = [job.name for job in specs]
+    tuner = Controller(settings_for(tuned)) if tuned else None
+    if tuner is not None:
+        events.append(event("tuning", now, settings=asdict(tuner.settings)))
     evaluated = {job.name for job in specs if job.eval.split}
     for at in range(nano_batches):
         if not active:
@@ -73,11 +80,24 @@ def synthetic_run(
         able = [job for job in active if not evaluation or job in evaluated] or active
         shared = draw.sample(able, min(sharing, len(able)))
         tokens = {job: draw.randrange(120, ROWS // max(1, len(shared))) for job in shared}
-        now += 0.1 + 0.02 * draw.random()
-        purpose = "eval" if evaluation else "train"
+        seconds = 0.1 + 0.02 * draw.random()
+        rows, purpose = ROWS, "eval" if evaluation else "train"
+        measure, decisions = {}, ()
+        if tuned is not None and tuner is not None:
+            rows = tuner.budget
+            tokens = {job: rows // len(shared) for job in shared}
+            rate = tuned.rate(rows, at / nano_batches) * math.exp(draw.gauss(0, tuned.noise))
+            seconds = round(rows / rate, 6)
+            told = Measure(rows, rows, sum(tokens.values()), seconds, train=not evaluation)
+            measure, decisions = {"measure": asdict(told)}, tuner.observe(told)
+        now += seconds
         events.append(
-            event("nano_batch", now, purpose=purpose, rows=ROWS, tokens=tokens, error=None)
+            event(
+                "nano_batch", now, purpose=purpose, rows=rows, tokens=tokens, error=None, **measure
+            )
         )
+        for each in decisions:
+            events.append(event("tuned", now, **asdict(each) | {"action": each.action.value}))
         for job in shared:
             taken[job] += not evaluation
             seen[job] += 0 if evaluation else tokens[job]

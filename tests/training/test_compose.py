@@ -526,3 +526,22 @@ def test_composing_is_quick() -> None:
         compose(waiting, budget=8192, buckets=buckets_for(8192, step=64))
         fastest = min(fastest, time.perf_counter() - started)
     assert fastest < 0.002
+
+
+@pytest.mark.parametrize(
+    ("lengths", "full"),
+    [
+        ([40, 30], False),
+        ([40, 60], True),
+        ([40, 30, 50], True),
+        ([40, 30, 300], True),
+        ([300], False),
+        ([300, 10], True),
+    ],
+)
+def test_a_nano_batch_knows_whether_work_cut_it_short(lengths: list[int], full: bool) -> None:
+    """It is full if something had to wait, however much room the rows left, or if there is hardly
+    any room; a row longer than the budget is no measure of it (its rows say so)."""
+    found = compose([Waiting("job", Kind.TRAIN, lengths)], budget=100, buckets=(50, 100))
+    assert found is not None and found.budget == 100
+    assert (found.full and found.rows <= found.budget) == (full and lengths[0] <= 100)

@@ -380,8 +380,9 @@ class EngineSpec:
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
 
-    nano_batch_tokens: int | Literal["auto"] = "auto"
-    """Tokens in one forward and backward pass, shared by the jobs."""
+    nano_batch_tokens: int | Literal["auto", "tuned"] = "auto"
+    """Tokens in one forward and backward pass, shared by the jobs; tuned: found by measuring, as
+    auto does on a GPU."""
 
     isolation: Isolation = "default"
     """exact: the same bits whoever shares the device."""
@@ -396,9 +397,14 @@ class EngineSpec:
     def __post_init__(self) -> None:
         tokens = self.nano_batch_tokens
         require(
-            tokens == "auto" or tokens >= 1,
+            isinstance(tokens, str) or tokens >= 1,
             "engine.nano_batch_tokens",
             f"must be at least 1, got {tokens}",
+        )
+        require(
+            tokens != "tuned" or self.isolation != "exact",
+            "engine.nano_batch_tokens",
+            "exact isolation needs nano-batches of one size; set a number, or auto",
         )
 
 

@@ -19,6 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 from tlora.core.errors import ModelError
 from tlora.core.job import JobSpec
 from tlora.core.sequence import TokenSequence
+from tlora.kernels.attention import cudnn
 from tlora.kernels.linear_cross_entropy import linear_cross_entropy
 from tlora.kernels.streams import threshold
 from tlora.model.adapters import AdapterWeights, LoraPair, new_pair
@@ -260,6 +261,8 @@ class SuperModel:
         check_packing(self.model, self._probe_logits, own)
         if not self.routing.per_sequence:
             self._head = self._probe_head()
+        # The probe also runs in formats that need the lengths.
+        self.routing.depends_on_lengths = False
 
     def _replace_linears(self, reserve_rows: int) -> list[SharedInput]:
         numbers = {path: number for number, path in enumerate(self.targets)}
@@ -287,6 +290,8 @@ class SuperModel:
             assert routing is not None, "the super-model of this attention is gone"
             return routing.attention(*args, **options)
 
+        # Where bits count, flash attention: cuDNN promises none.
+        self.routing.uses_cudnn = not self.routing.per_sequence and cudnn_serves(self.model)
         AttentionInterface.register(name, of_this_model)
         try:
             self.model.set_attn_implementation(name)
@@ -344,6 +349,17 @@ def pack_all(sequences: list[torch.Tensor], device: torch.device) -> PackedBatch
     count = len(tokens)
     share = Share("", [TokenSequence(ids, ids) for ids in tokens], [0] * count, [1.0] * count)
     return pack([share], sum(map(len, tokens)), device)
+
+
+def cudnn_serves(model: PreTrainedModel) -> bool:
+    """For the heads that the model says it has."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    if model.device.type != "cuda" or not heads or not key_heads:
+        return False
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return cudnn.works(model.device, model.dtype, heads, key_heads, size)
 
 
 def _own_attention(model: PreTrainedModel) -> ModelError:

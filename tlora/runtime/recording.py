@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 from tlora.core.errors import TloraError
@@ -18,6 +19,7 @@ from tlora.runtime.resuming import Resumption
 from tlora.runtime.settings import job_settings
 from tlora.runtime.sinks import Sinks
 from tlora.training.checkpoint import Checkpoint
+from tlora.training.controller import ControllerSettings
 from tlora.training.driver import JobDriver, Status
 from tlora.training.engine import Engine
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
@@ -54,7 +56,8 @@ class Recorder:
         self._resumed: list[str] = []
         """Lines about jobs that were over before, and that go on; said when all are known."""
 
-    def start(self, drivers: list[JobDriver], budget_tokens: int) -> None:
+    def start(self, drivers: list[JobDriver], tuned: ControllerSettings | None = None) -> None:
+        """`tuned` says how the size of nano-batches is, if it is."""
         self._started = time.perf_counter()
         self._say_each_or_all(self._kept, f"{len(self._kept)} jobs were over before")
         self._say_each_or_all(self._resumed, f"{len(self._resumed)} jobs go on where they stopped")
@@ -65,7 +68,12 @@ class Recorder:
                 "attached", job=driver.name, step=driver.step, total_steps=driver.total_steps
             )
             self.sinks.open(driver.name, job_settings(driver.spec), step=driver.step)
-        self.progress.start(drivers, budget_tokens)
+        if tuned is not None:
+            self.directory.event("tuning", settings=asdict(tuned))
+            self.progress.say(
+                f"the size of nano-batches is found by measuring, up to {tuned.limit} tokens"
+            )
+        self.progress.start(drivers, self.engine.budget_tokens)
 
     def keep(self, result: JobResult) -> None:
         """The job was over before this run began."""
@@ -118,6 +126,7 @@ class Recorder:
         self.directory.close()
 
     def on_nano_batch(self, outcome: Outcome) -> None:
+        measure = {"measure": asdict(outcome.measure)} if outcome.measure else {}
         self.directory.event(
             "nano_batch",
             purpose=outcome.kind.value if outcome.kind else None,
@@ -125,7 +134,10 @@ class Recorder:
             tokens=outcome.tokens,
             seconds=round(outcome.seconds, 6),
             error=outcome.error,
+            **measure,
         )
+        for decision in outcome.decisions:
+            self.directory.event("tuned", **asdict(decision) | {"action": decision.action.value})
         for failure in self._writer.failures():
             self._pause(failure)
         self.progress.on_nano_batch(outcome)

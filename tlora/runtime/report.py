@@ -27,6 +27,7 @@ SCRIPTS = (
     "loss.js",
     "throughput.js",
     "composition.js",
+    "tuning.js",
     "main.js",
 )
 

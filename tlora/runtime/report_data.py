@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from tlora.runtime.run_log import NanoBatch, Record, RunLog
+from tlora.training.controller import Measure
 
 POINTS = 40_000
 """Of all training curves together; each has between 100 and 2,000."""
@@ -18,6 +19,9 @@ CLOSE_UP = 120
 
 SPANS = 200
 """Points of the throughput curve."""
+
+MARKS = 300
+"""Decisions on the size of nano-batches that are shown, the latest ones."""
 
 
 def report_data(log: RunLog) -> dict[str, object]:
@@ -34,6 +38,7 @@ def report_data(log: RunLog) -> dict[str, object]:
         ],
         "throughput": throughput(log),
         "composition": composition(log),
+        "tuning": tuning(log),
         "resumed": [round(seconds, 2) for seconds in log.sessions.running[1:]],
     }
 
@@ -126,6 +131,58 @@ def bars(
         "time": [round(chunk[-1].ended, 2) for chunk in chunks],
         "tokens": tokens,
     }
+
+
+def tuning(log: RunLog) -> dict[str, object] | None:
+    """How the size of nano-batches was found: the sizes and rates over time, and the decisions.
+    None if it was fixed."""
+    if not log.tuned:
+        return None
+    batches = [batch for batch in log.nano_batches if batch.measure and batch.measure.train]
+    spans = stays(batches, math.ceil(len(batches) / SPANS))
+    decisions = log.tuned[-MARKS:]
+    return {
+        "time": [round(span[-1].ended, 2) for span in spans],
+        "budget": [measured(span[0]).budget for span in spans],
+        "rate": [full_rate(span) for span in spans],
+        "left_out": len(log.tuned) - len(decisions),
+        "marks": [
+            {
+                "time": round(each.at, 2),
+                "action": each.decision.action.value,
+                "measured": each.decision.measured,
+                "rate": each.decision.tokens_per_s,
+                "budget": each.decision.budget,
+                "why": each.decision.why,
+            }
+            for each in decisions
+        ],
+    }
+
+
+def stays(batches: Sequence[NanoBatch], most: int) -> list[list[NanoBatch]]:
+    """Nano-batches in a row for one budget, at most so many together."""
+    spans: list[list[NanoBatch]] = []
+    for batch in batches:
+        last = spans[-1] if spans else []
+        same = last and measured(last[0]).budget == measured(batch).budget
+        if same and len(last) < max(1, most):
+            last.append(batch)
+        else:
+            spans.append([batch])
+    return spans
+
+
+def measured(batch: NanoBatch) -> Measure:
+    assert batch.measure is not None
+    return batch.measure
+
+
+def full_rate(span: Sequence[NanoBatch]) -> float | None:
+    """Useful tokens/s of those that were filled."""
+    found = [measured(batch) for batch in span if measured(batch).full]
+    seconds = sum(measure.seconds for measure in found)
+    return significant(sum(measure.tokens for measure in found) / seconds) if seconds else None
 
 
 def useful(batch: NanoBatch) -> int:

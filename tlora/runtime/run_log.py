@@ -5,7 +5,7 @@ Nothing is demanded but run.json. A last line that a crash cut short is passed o
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import yaml
 
 from tlora.core.errors import SpecError
 from tlora.runtime.settings import flat
+from tlora.training.controller import Action, ControllerSettings, Decision, Measure
 
 Record = dict[str, Any]
 """A line of a JSONL file."""
@@ -30,6 +31,8 @@ class NanoBatch:
     tokens: dict[str, int]
     evaluation: bool
     broke_off: bool
+    measure: Measure | None = None
+    """What the nano-batch controller was told, if there was one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,14 @@ class Attendance:
     at: float
     job: str
     came: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """The nano-batch controller decided something."""
+
+    at: float
+    decision: Decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +83,7 @@ class RunLog:
     jobs: list[JobLog]
     nano_batches: list[NanoBatch]
     attendance: list[Attendance]
+    tuned: list[Tuned]
     sessions: Sessions
 
     @property
@@ -98,6 +110,7 @@ def read_run(root: Path) -> RunLog:
                 tokens=event["tokens"],
                 evaluation=event["purpose"] == "eval",
                 broke_off=event["error"] is not None,
+                measure=Measure(**event["measure"]) if "measure" in event else None,
             )
             for event in events
             if event["kind"] == "nano_batch" and event["purpose"] is not None
@@ -106,6 +119,11 @@ def read_run(root: Path) -> RunLog:
             Attendance(sessions.running_time(e["time"]), e["job"], e["kind"] == "attached")
             for e in events
             if e["kind"] in ("attached", "ended")
+        ],
+        tuned=[
+            Tuned(sessions.running_time(e["time"]), read_decision(e))
+            for e in events
+            if e["kind"] == "tuned"
         ],
         sessions=sessions,
     )
@@ -143,6 +161,28 @@ def read_job(folder: Path, settings: dict[str, object]) -> JobLog:
         evaluations=[record for record in records if record["kind"] == "eval"],
         result=result,
     )
+
+
+def read_decision(event: Record) -> Decision:
+    fields = ("nano_batch", "measured", "tokens_per_s", "budget", "why")
+    return Decision(action=Action(event["action"]), **{name: event[name] for name in fields})
+
+
+def read_tunings(events: Iterable[Record]) -> Iterator[tuple[ControllerSettings, list[Measure]]]:
+    """What the controller of each session was set to, and all that it was told: enough to replay
+    its decisions."""
+    settings: ControllerSettings | None = None
+    measures: list[Measure] = []
+    for event in events:
+        if event["kind"] == "tuning":
+            if settings is not None:
+                yield settings, measures
+            told = event["settings"]
+            settings, measures = ControllerSettings(**told | {"sizes": tuple(told["sizes"])}), []
+        elif event["kind"] == "nano_batch" and "measure" in event:
+            measures.append(Measure(**event["measure"]))
+    if settings is not None:
+        yield settings, measures
 
 
 def read_spec(path: Path) -> dict[str, Any]:

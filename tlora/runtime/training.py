@@ -18,7 +18,7 @@ from tlora.model.adapters import AdapterWeights
 from tlora.model.loading import load_base, load_shape, resolve_device
 from tlora.model.super_model import SuperModel
 from tlora.model.targets import find_targets
-from tlora.runtime.budget import nano_batch_tokens
+from tlora.runtime.budget import nano_batch_tokens, room_for_tokens, tuning
 from tlora.runtime.checking import (
     check_start,
     check_targets,
@@ -36,6 +36,7 @@ from tlora.runtime.recording import Recorder
 from tlora.runtime.report import write_report
 from tlora.runtime.resuming import Resumption, check_same_bits, check_unchanged, resumption
 from tlora.runtime.sinks import Sinks, check_trackers
+from tlora.training.controller import Controller
 from tlora.training.driver import JobDriver
 from tlora.training.engine import Engine
 from tlora.training.exactness import Exactness, prove_exact
@@ -83,10 +84,12 @@ def train(
         progress.say(proof.line)
     starts = {job.name: adapter_start(job, model) for job in spec.jobs}
 
+    tuned = tuning(spec, device, budget=budget, fits=room_for_tokens(spec, model))
     engine = Engine(
         model,
-        budget_tokens=budget,
+        budget_tokens=tuned.start if tuned else budget,
         exact=spec.engine.isolation == "exact",
+        controller=Controller(tuned) if tuned else None,
     )
     sinks = Sinks(spec.report_to, directory.root, progress.say)
     recorder = Recorder(directory, spec.base, engine, progress, sinks)
@@ -99,7 +102,7 @@ def train(
         replace_text(directory.root / "data.txt", "\n".join(full_lines(data)) + "\n")
         directory.write_json(directory.root / "run.json", describe_run(spec, device, proof))
         drivers = enter_jobs(spec, data, starts, recorder)
-        recorder.start(drivers, budget)
+        recorder.start(drivers, tuned)
         with interruptible(on_first=progress.on_interrupt) as interrupt:
             try:
                 unfinished = run_jobs(engine, drivers, recorder, should_stop=interrupt)

@@ -54,6 +54,14 @@ class Composition:
     credits: dict[str, float]
     """Of all that were waiting, after this pass."""
 
+    budget: int = 0
+    """What it was composed for."""
+
+    full: bool = False
+    """Not cut short for want of work: something had to wait, or hardly any room is left."""
+
+
+NEARLY_FULL = 15 / 16
 
 SIXTEENTHS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
 """Of the budget: no nano-batch between an eighth and the whole is padded by more than half of it,
@@ -69,10 +77,10 @@ def buckets_for(budget: int, *, step: int | None = None) -> tuple[int, ...]:
 
 
 def bucket_of(tokens: int, budget: int, buckets: Sequence[int]) -> int:
-    """The smallest bucket that holds the tokens; beyond the budget, the smallest multiple of it."""
-    if tokens > budget:
-        return -(-tokens // budget) * budget
-    return min(size for size in buckets if size >= tokens)
+    """The smallest bucket that holds the tokens; beyond them, the smallest multiple of the
+    budget."""
+    multiple = -(-tokens // budget) * budget
+    return min((size for size in buckets if size >= tokens), default=multiple)
 
 
 def compose(
@@ -103,6 +111,8 @@ def compose(
         tokens=tokens,
         picks=tuple(Pick(member.job, tuple(member.taken)) for member in sharing if member.taken),
         credits=_settle(members, head.kind),
+        budget=budget,
+        full=tokens >= NEARLY_FULL * budget or any(member.has_more for member in sharing),
     )
 
 

@@ -8,6 +8,7 @@ The engine knows no files, no schedules and no wall-clock decisions.
 
 import logging
 import time
+from dataclasses import replace
 
 import torch
 
@@ -19,6 +20,7 @@ from tlora.model.packing import pack
 from tlora.model.super_model import SuperModel
 from tlora.training import loss, optimiser
 from tlora.training.compose import Composition, Kind, buckets_for, compose
+from tlora.training.controller import Controller, Measure
 from tlora.training.engine_job import EngineJob, HeldOut, JobState, StepRequest
 from tlora.training.optimiser import AdamW, DueStep
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
@@ -40,9 +42,13 @@ class Engine:
         budget_tokens: int,
         bucket_step: int | None = None,
         exact: bool = False,
+        controller: Controller | None = None,
     ) -> None:
+        """With a controller the budget is its own, and `budget_tokens` where it begins."""
         if budget_tokens < 1:
             raise ValueError(f"a nano-batch needs room for a token, got {budget_tokens}")
+        if exact and controller is not None:
+            raise ValueError("exact isolation runs nano-batches of one size: no controller")
         self.super_model = super_model
         self.budget_tokens = budget_tokens
         self.exact = exact
@@ -50,6 +56,9 @@ class Engine:
         on_cpu = super_model.device.type == "cpu"
         self._bucket_step = CPU_BUCKET_STEP if bucket_step is None and on_cpu else bucket_step
         self._rows = optimiser.PooledRows(super_model)
+        self._controller = controller
+        self._group = 0
+        """Changes with every job that comes or goes."""
         self._jobs: dict[str, EngineJob] = {}
         self._suspects: list[str] = []
 
@@ -85,12 +94,14 @@ class Engine:
         if state is not None:
             self._jobs[name].step = state.step
             self._restore_moments(name, state)
+        self._group += 1
 
     def detach(self, name: str) -> JobState:
         """Free the job's rows. What it was fed and has not stepped on is dropped."""
         state = self.state(name)
         self.super_model.detach(name)
         del self._jobs[name]
+        self._group += 1
         self._suspects = [other for other in self._suspects if other != name]
         return state
 
@@ -171,14 +182,13 @@ class Engine:
                 self._suspects.remove(job.name)
         for name, credit in composition.credits.items():
             self._jobs[name].credit = credit
-        return self._settle(
-            Outcome(
-                kind=composition.kind,
-                rows=composition.rows,
-                tokens=tokens,
-                seconds=time.perf_counter() - started,
-            )
+        outcome = Outcome(
+            kind=composition.kind,
+            rows=composition.rows,
+            tokens=tokens,
+            seconds=time.perf_counter() - started,
         )
+        return self._settle(self._measured(composition, outcome))
 
     def check_integrity(self) -> None:
         """Books that must agree; for tests and idle moments."""
@@ -200,13 +210,37 @@ class Engine:
         waiting = [job.waiting() for job in self._jobs.values() if job.left]
         if self._suspects:
             waiting = [each for each in waiting if each.job == self._suspects[0]]
+        if self._controller is not None:
+            self.budget_tokens = self._controller.budget
         budget = self.budget_tokens
-        return compose(
-            waiting,
-            budget=budget,
-            buckets=(budget,) if self.exact else buckets_for(budget, step=self._bucket_step),
-            in_order=self.exact,
+        return compose(waiting, budget=budget, buckets=self._buckets(budget), in_order=self.exact)
+
+    def _buckets(self, budget: int) -> tuple[int, ...]:
+        if self.exact:
+            return (budget,)
+        if self._controller is not None and self._bucket_step is None:
+            return self._controller.buckets(budget)
+        return buckets_for(budget, step=self._bucket_step)
+
+    def _measured(
+        self, composition: Composition, outcome: Outcome, *, out_of_memory: bool = False
+    ) -> Outcome:
+        """Tell the controller, if there is one."""
+        if self._controller is None:
+            return outcome
+        measure = Measure(
+            budget=composition.budget,
+            rows=composition.rows,
+            tokens=sum(outcome.tokens.values()),
+            seconds=round(outcome.seconds, 6),
+            train=composition.kind is Kind.TRAIN,
+            full=composition.full,
+            group=self._group,
+            out_of_memory=out_of_memory,
         )
+        decisions = self._controller.observe(measure)
+        self.budget_tokens = self._controller.budget
+        return replace(outcome, measure=measure, decisions=decisions)
 
     def _run(self, composition: Composition) -> dict[str, list[float]]:
         """Forward, and for training backward; the losses of each job's sequences."""
@@ -249,15 +283,8 @@ class Engine:
                 except JobFailed as failure:
                     failures.append(failure)
                     self.detach(each.job)
-        return Outcome(
-            kind=outcome.kind,
-            rows=outcome.rows,
-            tokens=outcome.tokens,
-            seconds=outcome.seconds,
-            steps=tuple(steps),
-            evaluations=tuple(evaluations),
-            failures=tuple(failures),
-            error=outcome.error,
+        return replace(
+            outcome, steps=tuple(steps), evaluations=tuple(evaluations), failures=tuple(failures)
         )
 
     def _finish_evaluation(self, job: EngineJob) -> EvaluationDone:
@@ -275,13 +302,17 @@ class Engine:
         alone = len(jobs) == 1 and len(composition.picks[0].indices) == 1
         if alone or self.exact or self.budget_tokens <= MIN_BUDGET:
             return self._fail_or_suspect(jobs, f"out of memory on {composition.tokens} tokens")
-        self.budget_tokens = max(MIN_BUDGET, self.budget_tokens // 2)
+        outcome = Outcome(error=f"out of memory: {error}")
+        if self._controller is None:
+            self.budget_tokens = max(MIN_BUDGET, self.budget_tokens // 2)
+        else:
+            outcome = self._measured(composition, outcome, out_of_memory=True)
         logger.warning(
             "out of memory on %d rows: going on with nano-batches of %d tokens",
             composition.rows,
             self.budget_tokens,
         )
-        return Outcome(error=f"out of memory: {error}")
+        return outcome
 
     def _uncompiled(self, jobs: list[EngineJob], error: Exception) -> Outcome:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

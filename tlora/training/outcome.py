@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from tlora.core.errors import JobFailed
 from tlora.training.compose import Kind
+from tlora.training.controller import Decision, Measure
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +55,9 @@ class Outcome:
     error: str | None = None
     """Why the nano-batch broke off, if it did: no weights changed, its jobs run their batches
     again."""
+
+    measure: Measure | None = None
+    """What the nano-batch controller was told, if there is one."""
+
+    decisions: tuple[Decision, ...] = ()
+    """What it decided then."""

@@ -5,6 +5,7 @@ startLoss();
 startComposition();
 refresh();
 drawThroughput();
+drawTuning();
 drawSparks();
 document.querySelectorAll("table.sortable").forEach(makeSortable);
 
@@ -14,6 +15,7 @@ addEventListener("resize", () => {
   width = innerWidth;
   drawLoss();
   drawThroughput();
+  drawTuning();
   drawComposition();
 });
 document.documentElement.dataset.drawn = "yes";

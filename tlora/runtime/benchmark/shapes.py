@@ -16,6 +16,7 @@ from tlora.core.assets import DEMO
 from tlora.core.errors import SpecError
 from tlora.core.job import BaseSpec
 from tlora.model.loading import load_base, load_shape
+from tlora.model.memory import activation_bytes
 from tlora.model.targets import Target, find_targets
 from tlora.runtime.benchmark.machine import free_bytes
 
@@ -44,13 +45,6 @@ RANDOM_SHAPES = {
     },
 }
 
-ACTIVATION_COPIES = 1.5
-"""Inputs and outputs of linears that a step keeps, with what norms and activations add. A guess:
-it only has to tell a shape that fits from one that does not."""
-
-BYTES_PER_LOGIT = 10
-"""In half precision, in float32, and as a gradient."""
-
 BYTES_PER_POOL_VALUE = 16
 """A float32 adapter weight, its gradient and two moments."""
 
@@ -72,8 +66,7 @@ class Shape:
     def needed_bytes(self, *, budget_tokens: int, total_rank: int) -> int:
         """Weights, adapters and the activations of one nano-batch, roughly."""
         widths = sum(target.in_features + target.out_features for target in self.targets)
-        activations = ACTIVATION_COPIES * widths * self.dtype.itemsize
-        per_token = activations + BYTES_PER_LOGIT * self.vocabulary
+        per_token = activation_bytes(widths, self.vocabulary, self.dtype.itemsize)
         return round(
             self.parameters * self.dtype.itemsize
             + widths * total_rank * BYTES_PER_POOL_VALUE
