@@ -13,6 +13,7 @@ from support.models import (
     tiny_model,
 )
 
+from tlora.model import head as head_module
 from tlora.model.super_model import SuperModel
 
 
@@ -56,3 +57,21 @@ def test_gradients_are_those_of_all_logits() -> None:
     for name, gradient in found.items():
         assert (gradient - expected[name]).abs().max() <= 1e-5 * expected[name].abs().max(), name
         assert gradient.any()
+
+
+@pytest.mark.parametrize("tile_rows", [0, 64])
+@pytest.mark.parametrize("most_rows", [7, 64, 1000])
+def test_losses_in_tiles_are_those_of_the_rows(tile_rows, most_rows, monkeypatch) -> None:
+    """Whatever the tile, the last one filled up or not; and the gradients with them."""
+    head = scene("llama")[0].head
+    assert head is not None
+    monkeypatch.setattr(head_module, "rows_at_a_time", lambda vocabulary, device: most_rows)
+    rows = torch.randn(130, head.weight.shape[1], requires_grad=True)
+    targets = torch.arange(130) % len(head.weight)
+    upstream = torch.linspace(-1, 1, 130)
+    found, expected = head.losses_in_tiles(rows, targets, tile_rows), head.losses(rows, targets)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    (in_tiles,) = torch.autograd.grad(found, rows, upstream)
+    (whole,) = torch.autograd.grad(expected, rows, upstream)
+    assert (in_tiles - whole).abs().max() <= 1e-5 * whole.abs().max()
+    assert (in_tiles - 1.01 * whole).abs().max() > 1e-5 * whole.abs().max()

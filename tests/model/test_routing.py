@@ -13,7 +13,7 @@ from tlora.kernels.multi_lora.tables import Segment, read_table
 from tlora.model.adapters import LoraPair
 from tlora.model.packing import PackedBatch, Share, pack
 from tlora.model.pool import GroupPool
-from tlora.model.routing import Routing, Scaling
+from tlora.model.routing import MIN_BOUNDARIES, Routing, Scaling, _group, padded_lengths
 from tlora.model.targets import Target
 
 CPU = torch.device("cpu")
@@ -140,3 +140,31 @@ def test_one_nano_batch_at_a_time_and_none_outside() -> None:
         routing.route(pool)
     with segments_of(routing, batch, [pool]) as (segments,):
         assert len(segments) == 1
+
+
+def test_where_bits_count_the_kernels_are_chosen_by_nobodys_adapter() -> None:
+    """Neither dropout of a neighbour nor its absence, training or not; ranks decide room alone. In
+    a default run they do decide."""
+
+    def chosen(*jobs: tuple[str, int, int], train: bool = True, exact: bool = True):
+        group = _group(new_pool(*jobs), SCALINGS, train, exact=exact)
+        return group.dropout, group.max_rank > 0
+
+    companies = [(), (("one", 3, 2),), (("two", 3, 2),), (("one", 1, 0), ("two", 0, 9))]
+    assert {chosen(*jobs, train=train) for jobs in companies for train in (True, False)} == {
+        (True, True)
+    }
+    assert len({chosen(*jobs, exact=False) for jobs in companies}) > 1
+
+
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 200])
+@pytest.mark.parametrize("padding", [0, 1, 63, 5000])
+def test_padding_fills_the_places_that_are_left_in_short_pieces(count, padding) -> None:
+    """All rows are covered, sequences come first, and the number of places is a power of two that
+    leaves one for padding."""
+    lengths = [3] * count
+    found = padded_lengths(lengths, 3 * count + padding)
+    assert found[:count] == lengths and sum(found) == 3 * count + padding
+    assert len(found) >= max(MIN_BOUNDARIES, count + 1) and len(found).bit_count() == 1
+    pieces = found[count:]
+    assert max(pieces) - min(pieces) <= 1

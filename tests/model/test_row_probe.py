@@ -48,7 +48,7 @@ def test_products_that_keep_their_bits_stay_whole() -> None:
     assert not any(group.tile_rows for group in model.groups)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
 def test_a_product_whose_bits_move_is_computed_in_tiles(kind, monkeypatch) -> None:
     """Forward products that favour the first 64 rows: groups and head get tiles, and then compute
     what the untouched model computes, gradients too."""
@@ -63,14 +63,17 @@ def test_a_product_whose_bits_move_is_computed_in_tiles(kind, monkeypatch) -> No
     report = settle_products(model, ROWS)
     assert len(report.tiled) == report.probed
     assert all(group.tile_rows == row_tiles.TILE_ROWS for group in model.groups)
-    assert isinstance(model.model.get_output_embeddings(), TiledLinear)
+    if model.head is None:
+        assert isinstance(model.model.get_output_embeddings(), TiledLinear)
+    else:
+        assert model.head_tile_rows == row_tiles.TILE_ROWS
     model.attach("a", weights, scale=1.0)
     found = super_gradients(model, batch)["a"]
     assert max(largest_error(found[key], gradients[key]) for key in gradients) < 1e-5
 
 
 def test_a_backward_product_whose_bits_move_is_found(monkeypatch) -> None:
-    """Only dY W moves: the groups get tiles, the head, whose backward is torch's own, does not."""
+    """Only dY W moves: the groups get tiles, the head, whose gradient is its loss's, does not."""
     whole = row_tiles.input_gradient
 
     def moving(dy, weights, tile_rows=0):
@@ -80,7 +83,7 @@ def test_a_backward_product_whose_bits_move_is_found(monkeypatch) -> None:
     model = super_model(tiny_model("llama"), per_sequence=True)
     report = settle_products(model, ROWS)
     assert len(report.tiled) == report.probed - 1
-    assert not isinstance(model.model.get_output_embeddings(), TiledLinear)
+    assert not model.head_tile_rows
 
 
 def test_a_product_that_moves_in_tiles_too_is_refused(monkeypatch) -> None:

@@ -33,6 +33,25 @@ def input_gradient(
     return dx
 
 
+def add_linear(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, tile_rows: int = 0) -> None:
+    """y += x W^T; whole, the product itself accumulates."""
+    if tile_rows:
+        y += linear(x, weight, None, tile_rows)
+    else:
+        y.addmm_(x, weight.T)
+
+
+def add_input_gradient(
+    dx: torch.Tensor, dy: list[torch.Tensor], weights: list[torch.Tensor], tile_rows: int = 0
+) -> None:
+    """dx += the sum of dY_l W_l; whole, the products themselves accumulate."""
+    if tile_rows:
+        dx += input_gradient(dy, weights, tile_rows)
+        return
+    for dy_l, weight in zip(dy, weights, strict=True):
+        dx.addmm_(dy_l, weight)
+
+
 def tiles(x: torch.Tensor, tile_rows: int) -> list[torch.Tensor]:
     """Every one of `tile_rows` rows."""
     cut = list(x.split(tile_rows))

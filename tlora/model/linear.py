@@ -31,13 +31,19 @@ class SharedInput:
         self.tile_rows = 0
         """Rows of a tile where whole products would not keep their bits (row_probe.py)."""
 
+        self.keeps = False
+        """Whether S is kept from forward to the recomputing of this layer in backward: it is small,
+        and what makes it reads all of the input."""
+
+        self._kept: torch.Tensor | None = None
         self._input: torch.Tensor | None = None
         self._ready: dict[int, torch.Tensor] = {}
 
     def output(self, index: int, x: torch.Tensor) -> torch.Tensor:
         if index == 0:
-            self._input = x
+            # In this order: recomputing ends by an exception in here, and must not hold on to x.
             self._ready = dict(enumerate(self._compute(x)))
+            self._input = x
         assert x is self._input, "linears of one group were called with different inputs"
         y = self._ready.pop(index)
         if not self._ready:
@@ -48,8 +54,11 @@ class SharedInput:
         """Drop what a failed forward may have left."""
         self._input = None
         self._ready = {}
+        self._kept = None
 
     def _compute(self, x: torch.Tensor) -> list[torch.Tensor]:
+        kept, self._kept = self._kept, None
+        keep = self.keeps and kept is None and torch.is_grad_enabled()
         outputs = multi_lora(
             x.reshape(-1, x.shape[-1]),
             self.weights,
@@ -63,7 +72,11 @@ class SharedInput:
             linears=self.numbers,
             transposed=self.transposed,
             tile_rows=self.tile_rows,
+            kept=kept,
+            keep=keep,
         )
+        if keep:
+            *outputs, self._kept = outputs
         return [y.view(*x.shape[:-1], -1) for y in outputs]
 
 

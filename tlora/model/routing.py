@@ -144,7 +144,7 @@ class Routing:
                 if segment.job in pool.slots
                 for piece in self._pieces(segment, pool, scalings[segment.job], train)
             ]
-            group = _group(pool, scalings, train)
+            group = _group(pool, scalings, train, exact=self.per_sequence)
             route = sharing.routes.write(group, segments, batch.num_rows)
             if self.compiled:
                 _mark(route)
@@ -186,9 +186,11 @@ class Routing:
         of sequences and by the longest."""
         padding = batch.num_rows - batch.num_tokens
         longest = batch.num_rows
-        if not self.per_sequence:
+        if self.per_sequence:
+            lengths = padded_lengths(batch.lengths, batch.num_rows)
+        else:
             longest = min(longest, power_of_two(max(batch.lengths, default=1), MIN_LONGEST))
-        lengths = [*batch.lengths, *[longest] * (padding // longest), padding % longest]
+            lengths = [*batch.lengths, *[longest] * (padding // longest), padding % longest]
         padded = torch.zeros(power_of_two(len(lengths), MIN_BOUNDARIES) + 1, dtype=torch.int32)
         padded[1 : len(lengths) + 1] = torch.tensor(lengths, dtype=torch.int32)
         self.boundaries = self._kept("boundaries", padded.cumsum(0, dtype=torch.int32))
@@ -231,7 +233,14 @@ class Routing:
             out = cudnn_attention(q, k, v, self.boundaries, self.longest.shape[1], scale=scale)
         elif supports(q, softcap):
             out = varlen_attention(
-                q, k, v, self.boundaries, self.longest.shape[1], scale=scale, window=sliding_window
+                q,
+                k,
+                v,
+                self.boundaries,
+                self.longest.shape[1],
+                scale=scale,
+                window=sliding_window,
+                repeatable=self.per_sequence,
             )
         else:
             out = packed_attention(
@@ -247,6 +256,14 @@ def _mark(route: Route) -> None:
     varies(route.s_like, 1)
 
 
+def padded_lengths(lengths: list[int], num_rows: int) -> list[int]:
+    """Of the sequences and, in what places are left of a power of two, the padding: in short pieces
+    it costs attention next to nothing, in one it would cost as much as a sequence of its length."""
+    places = power_of_two(len(lengths) + 1, MIN_BOUNDARIES) - len(lengths)
+    short, longer = divmod(num_rows - sum(lengths), places)
+    return [*lengths, *[short + 1] * longer, *[short] * (places - longer)]
+
+
 def _by_rows(pools: list[GroupPool]) -> list[list[GroupPool]]:
     sharing: dict[object, list[GroupPool]] = {}
     for pool in pools:
@@ -255,12 +272,15 @@ def _by_rows(pools: list[GroupPool]) -> list[list[GroupPool]]:
     return list(sharing.values())
 
 
-def _group(pool: GroupPool, scalings: dict[str, Scaling], train: bool) -> Group:
+def _group(
+    pool: GroupPool, scalings: dict[str, Scaling], train: bool, *, exact: bool = False
+) -> Group:
     """Of all attached jobs, not only of those in this nano-batch: nothing is compiled anew when
-    one of them has no tokens."""
+    one of them has no tokens. Where bits count it depends on nobody: kernels that never meet
+    dropout, and products without adapters, sum in another order."""
     return Group(
         in_features=pool.targets[0].in_features,
         out_features=tuple(target.out_features for target in pool.targets),
-        max_rank=max((max(slot.ranks) for slot in pool.slots.values()), default=0),
-        dropout=train and any(scalings[job].threshold for job in pool.slots),
+        max_rank=max((max(slot.ranks) for slot in pool.slots.values()), default=int(exact)),
+        dropout=exact or (train and any(scalings[job].threshold for job in pool.slots)),
     )

@@ -15,7 +15,9 @@ from transformers.pytorch_utils import Conv1D
 
 from tlora.core.errors import SpecError
 from tlora.kernels import row_tiles
+from tlora.kernels.multi_lora.routes import MOST_LINEARS, triton_serves
 from tlora.kernels.row_tiles import TILE_ROWS
+from tlora.model.head import PlainHead
 from tlora.model.linear import Linear, SharedInput, TiledLinear
 from tlora.model.super_model import SuperModel
 
@@ -91,15 +93,17 @@ def choose_tile_rows(product: Product, num_rows: int) -> int:
 @torch.no_grad()
 def bits_move(tried: Pass, num_rows: int, tile_rows: int, like: torch.Tensor) -> bool:
     """Whether any row of any output differs in any trial from what it was at first."""
-    generator = torch.Generator().manual_seed(num_rows)
+    # On the device itself: a host would take seconds for numbers that need be no others.
+    generator = torch.Generator(like.device).manual_seed(num_rows)
 
     def noise() -> list[torch.Tensor]:
-        rows = [torch.randn(num_rows, width, generator=generator) for width in tried.widths]
+        shapes = [(num_rows, width) for width in tried.widths]
+        rows = [torch.randn(*s, generator=generator, device=like.device) for s in shapes]
         return [each.to(like) for each in rows]
 
     first = noise()
     expected = tried.compute(first, tile_rows)
-    for trial in trials(num_rows, generator):
+    for trial in trials(num_rows, torch.Generator().manual_seed(num_rows)):
         order, stays = trial.order.to(like.device), trial.stays.to(like.device)
         others = [company * trial.loudness for company in noise()]
         moved = [
@@ -142,18 +146,34 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def frozen_products(model: SuperModel) -> Iterator[Product]:
-    """The groups that carry adapters, then what linears the model has besides: its head."""
+    """The groups that carry adapters, the head, then what linears the model has besides."""
     for group in model.groups:
         yield _group_product(group)
+    head = model.head
+    if head is not None:
+        yield _head_product(model, head)
     # A list, for tiles take their place among the modules.
     for path, module in list(model.model.named_modules()):
-        if isinstance(module, (nn.Linear, Conv1D)):
+        is_head = head is not None and module is model.model.get_output_embeddings()
+        if isinstance(module, (nn.Linear, Conv1D)) and not is_head:
             yield _linear_product(model, path, module)
 
 
 def _group_product(group: SharedInput) -> Product:
     weights = [weight.T if group.transposed else weight for weight in group.weights]
     outs = [weight.shape[0] for weight in weights]
+    into = weights[0].shape[1]
+
+    def add_forward(rows: list[torch.Tensor], tile_rows: int) -> list[torch.Tensor]:
+        y = [rows[0].new_zeros(len(rows[0]), out) for out in outs]
+        for y_l, weight in zip(y, weights, strict=True):
+            row_tiles.add_linear(y_l, rows[0], weight, tile_rows)
+        return y
+
+    def add_backward(rows: list[torch.Tensor], tile_rows: int) -> list[torch.Tensor]:
+        dx = rows[0].new_zeros(len(rows[0]), into)
+        row_tiles.add_input_gradient(dx, rows, weights, tile_rows)
+        return [dx]
 
     def forward(rows: list[torch.Tensor], tile_rows: int) -> list[torch.Tensor]:
         pairs = zip(weights, group.biases, strict=True)
@@ -165,11 +185,40 @@ def _group_product(group: SharedInput) -> Product:
     def use_tiles(tile_rows: int) -> None:
         group.tile_rows = tile_rows
 
+    # Where Triton serves, adapters come first and the products are added to them.
+    added = triton_serves(weights[0].device) and len(weights) <= MOST_LINEARS
     return Product(
-        name=f"{weights[0].shape[1]} to {' + '.join(map(str, outs))}",
+        name=f"{into} to {' + '.join(map(str, outs))}",
         signature=("group", _signature(weights, group.biases)),
-        passes=[Pass([weights[0].shape[1]], forward), Pass(outs, backward)],
+        passes=[
+            Pass([into], add_forward if added else forward),
+            Pass(outs, add_backward if added else backward),
+        ],
         like=weights[0],
+        use_tiles=use_tiles,
+    )
+
+
+def _head_product(model: SuperModel, head: PlainHead) -> Product:
+    """With the loss behind it, as a run computes both; every row has the same target."""
+    out, into = head.weight.shape
+
+    def losses_and_gradient(rows: list[torch.Tensor], tile_rows: int) -> list[torch.Tensor]:
+        with torch.enable_grad():
+            x = rows[0].detach().requires_grad_()
+            targets = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+            losses = head.losses_in_tiles(x, targets, tile_rows)
+        (gradient,) = torch.autograd.grad(losses, x, torch.ones_like(losses))
+        return [losses.detach()[:, None], gradient]
+
+    def use_tiles(tile_rows: int) -> None:
+        model.head_tile_rows = tile_rows
+
+    return Product(
+        name=f"{into} to {out} (the head)",
+        signature=("head", _signature([head.weight], [head.bias])),
+        passes=[Pass([into], losses_and_gradient)],
+        like=head.weight,
         use_tiles=use_tiles,
     )
 

@@ -20,7 +20,6 @@ from tlora.core.errors import ModelError
 from tlora.core.job import JobSpec
 from tlora.core.sequence import TokenSequence
 from tlora.kernels.attention import cudnn
-from tlora.kernels.linear_cross_entropy import linear_cross_entropy
 from tlora.kernels.streams import threshold
 from tlora.model.adapters import AdapterWeights, LoraPair, new_pair
 from tlora.model.compiling import compile_layers, is_compile_error, run_uncompiled, varies
@@ -73,6 +72,9 @@ class SuperModel:
         self._graphs: Graphs | None = None
         self._addresses = 0
         self._pools_moved = True
+        self.head_tile_rows = 0
+        """Rows of a product of the head where bits count, or 0 for as many as usual."""
+
         check_layer_types(model.config)
         if per_sequence and has_experts(model):
             raise ModelError(
@@ -111,6 +113,11 @@ class SuperModel:
     def groups(self) -> list[SharedInput]:
         """The linears that carry adapters, by shared input."""
         return self._groups
+
+    @property
+    def head(self) -> PlainHead | None:
+        """The output head, where losses need not all logits."""
+        return self._head
 
     @property
     def pools(self) -> list[GroupPool]:
@@ -191,8 +198,12 @@ class SuperModel:
         head = self._head
         if head is None:
             return F.cross_entropy(self.logits(batch), batch.targets, reduction="none")
-        rows = self._hidden(head, batch)[batch.predicting]
-        return linear_cross_entropy(rows, head.weight, head.bias, batch.targets)
+        hidden = self._hidden(head, batch)
+        if not self.routing.per_sequence:
+            return head.losses(hidden[batch.predicting], batch.targets)
+        targets = batch.targets.new_zeros(len(hidden))
+        targets[batch.predicting] = batch.targets
+        return head.losses_in_tiles(hidden, targets, self.head_tile_rows)[batch.predicting]
 
     def launched(self) -> None:
         """Forward and backward of a nano-batch are under way: the host waits for nothing more."""
@@ -259,8 +270,7 @@ class SuperModel:
         self._replace_attention()
         separate_sequences(self.model, self.routing)
         check_packing(self.model, self._probe_logits, own)
-        if not self.routing.per_sequence:
-            self._head = self._probe_head()
+        self._head = self._probe_head()
         # The probe also runs in formats that need the lengths.
         self.routing.depends_on_lengths = False
 
@@ -302,6 +312,8 @@ class SuperModel:
 
     def _checkpoint_layers(self) -> None:
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        for group in self._groups:
+            group.keeps = True
         for module in self.model.modules():
             # Layers recompute only in training mode; their children stay in evaluation mode, so
             # that the backbone's own dropout stays off.

@@ -165,6 +165,7 @@ def arrangements(
         return [Share(COMPANY, sequences, [0] * count, [1.0] * count)] if sequences else []
 
     yield Arrangement("by itself", [whole], names, evaluated=True)
+    yield Arrangement("a second time", [whole], names)
     yield Arrangement(
         "at the end of a nano-batch",
         [[*company(room // 2, room - room // 2), *reversed(whole)]],

@@ -296,3 +296,73 @@ def test_the_entry_goes_through_the_kernels(dtype, transposed):
             assert error < LIMITS[dtype]
             assert not found.isnan().any()
         assert not route.extra.any()
+
+
+@runs_kernels
+def test_without_segments_the_entry_gives_frozen_products():
+    """Where exact isolation sends them through the kernels too: y is the product and its bias, dx
+    the product's, and no gradient is touched."""
+    problem = Problem(CASES["odd ranks, empty segment, gaps, dropout"], torch.float32)
+    weights = [torch.randn(out, problem.num_in, device=DEVICE) for out in problem.outs]
+    biases = [torch.randn(out, device=DEVICE) for out in problem.outs]
+    group = Group(problem.num_in, problem.outs, max_rank=1, dropout=True)
+    route = Routes(torch.device(DEVICE)).write(group, [], problem.num_tokens)
+    assert not route.is_table
+    grads = torch.zeros_like(problem.a), [torch.zeros_like(b) for b in problem.b]
+    x = problem.x.clone().requires_grad_()
+    y = multi_lora(
+        x,
+        weights,
+        biases,
+        a=problem.a.detach().requires_grad_(True),
+        b=problem.b,
+        grad_a=grads[0],
+        grad_b=grads[1],
+        route=route,
+        rows=problem.rows,
+        linears=torch.tensor(LINEARS),
+    )
+    torch.autograd.backward(y, problem.dy)
+    wanted = [
+        torch.nn.functional.linear(problem.x, w, b) for w, b in zip(weights, biases, strict=True)
+    ]
+    wanted_dx = sum(dy @ w for dy, w in zip(problem.dy, weights, strict=True))
+    for found, right in [*zip(y, wanted, strict=True), (x.grad, wanted_dx)]:
+        assert (found - right).norm() < LIMITS[torch.float32] * right.norm()
+        assert (found - 1.01 * right).norm() > LIMITS[torch.float32] * right.norm()
+    assert not any(grad.any() for grad in (grads[0], *grads[1]))
+
+
+@runs_kernels
+def test_an_s_that_was_kept_gives_the_same_bits():
+    """Outputs and gradients of a second forward that is given S; another S is used as it is."""
+    problem = Problem(CASES["odd ranks, empty segment, gaps, dropout"], torch.float32)
+    weights = [torch.randn(out, problem.num_in, device=DEVICE) for out in problem.outs]
+    group = Group(problem.num_in, problem.outs, max_rank=20, dropout=True)
+    route = Routes(torch.device(DEVICE)).write(group, problem.segments, problem.num_tokens)
+
+    def run(kept=None):
+        grads = torch.zeros_like(problem.a), [torch.zeros_like(b) for b in problem.b]
+        x = problem.x.clone().requires_grad_()
+        outputs = multi_lora(
+            x,
+            weights,
+            [None] * 3,
+            a=problem.a.detach().requires_grad_(True),
+            b=problem.b,
+            grad_a=grads[0],
+            grad_b=grads[1],
+            route=route,
+            rows=problem.rows,
+            linears=torch.tensor(LINEARS),
+            kept=kept,
+            keep=kept is None,
+        )
+        y, s = (outputs, kept) if kept is not None else (outputs[:-1], outputs[-1])
+        torch.autograd.backward(y, problem.dy)
+        return s, [*y, x.grad, grads[0], *grads[1]]
+
+    s, expected = run()
+    assert not s.requires_grad
+    assert all(map(torch.equal, run(s)[1], expected))
+    assert not all(map(torch.equal, run(1.01 * s)[1], expected))

@@ -90,9 +90,11 @@ def add_forward(
     segments: list[Segment],
     rows: torch.Tensor,
     linears: list[int],
+    *,
+    is_written: bool = False,
 ) -> None:
     """y_l += delta_l. Every segment's S of [tokens, width], the columns of a linear behind those of
-    the one before, is written to s without gaps."""
+    the one before, is written to s without gaps, unless it is there."""
     values = matrices(a, b)
     busy = [segment for segment in segments if segment.width and segment.start < segment.stop]
     x, same_format = x.to(a.dtype), all(y_l.dtype == a.dtype for y_l in y)
@@ -100,7 +102,9 @@ def add_forward(
     for segment, s_s, x_s, *y_s in pieces:
         own = values.rows(segment)
         parts_of_s = _by_linear(s_s, own)
-        if segment.threshold:
+        if is_written:
+            pass
+        elif segment.threshold:
             rows_s = rows[segment.start : segment.stop]
             for part, s_l in zip(own.parts, parts_of_s, strict=True):
                 key = linear_key(segment.key, linears[part.linear])

@@ -17,7 +17,7 @@ library = torch.library.Library("tlora", "FRAGMENT")
 library.define(
     "multi_lora_forward(Tensor x, Tensor[] weights, Tensor?[] biases, bool transposed, Tensor a, "
     "Tensor[] b, Tensor table, Tensor extra, Tensor layout, Tensor s_like, Tensor rows, "
-    "Tensor linears, int tile_rows=0) -> Tensor[]"
+    "Tensor linears, int tile_rows=0, Tensor? kept=None) -> Tensor[]"
 )
 library.define(
     "multi_lora_backward(Tensor x, Tensor[] dy, Tensor s, Tensor[] weights, bool transposed, "
@@ -28,26 +28,27 @@ library.define(
 
 
 def _forward(
-    x, weights, biases, transposed, a, b, table, extra, layout, s_like, rows, linears, tile_rows=0
-):
-    """The outputs, and S for backward."""
+    x, weights, biases, transposed, a, b, table, extra, layout, s_like, rows, linears, tile_rows=0,
+    kept=None,
+):  # fmt: skip
+    """The outputs, and S for backward; nothing in its place if it was `kept`."""
     route = Route(table, extra, layout, s_like)
     linears = linears.tolist()
     if not route.is_table:
         return _triton_forward(
-            x, weights, biases, transposed, a, b, route, rows, linears, tile_rows
+            x, weights, biases, transposed, a, b, route, rows, linears, tile_rows, kept
         )
     y = [
         row_tiles.linear(x, weight.T if transposed else weight, bias, tile_rows)
         for weight, bias in zip(weights, biases, strict=True)
     ]
-    s = a.new_empty(x.shape[0], s_like.shape[1])
+    s = a.new_empty(x.shape[0], s_like.shape[1]) if kept is None else kept
     if segments := read_table(table, extra):
-        cpu.add_forward(y, s, x, a, b, segments, rows, linears)
-    return [*y, s]
+        cpu.add_forward(y, s, x, a, b, segments, rows, linears, is_written=kept is not None)
+    return [*y, s if kept is None else x.new_empty(0)]
 
 
-def _triton_forward(x, weights, biases, transposed, a, b, route, rows, linears, tile_rows):
+def _triton_forward(x, weights, biases, transposed, a, b, route, rows, linears, tile_rows, kept):
     # Imported where it runs: a machine without a GPU need not have Triton.
     from tlora.kernels.multi_lora import triton_forward
 
@@ -55,14 +56,11 @@ def _triton_forward(x, weights, biases, transposed, a, b, route, rows, linears, 
     y = [x.new_empty(x.shape[0], _out_features(weight, transposed)) for weight in weights]
     # Adapters first, and the frozen products on top: one read of y less (README.md).
     s = triton_forward.add_forward(
-        y, x, a, b, blocks_of(route), rows, linears, write=True, biases=biases
+        y, x, a, b, blocks_of(route), rows, linears, write=True, biases=biases, s=kept
     )
     for y_l, weight in zip(y, weights, strict=True):
-        if tile_rows:
-            y_l += row_tiles.linear(x, weight.T if transposed else weight, None, tile_rows)
-        else:
-            y_l.addmm_(x, weight if transposed else weight.T)
-    return [*y, s]
+        row_tiles.add_linear(y_l, x, weight.T if transposed else weight, tile_rows)
+    return [*y, s if kept is None else x.new_empty(0)]
 
 
 def _backward(
@@ -95,10 +93,7 @@ def _triton_backward(
     )
     if dx is None:
         return None
-    if tile_rows:
-        return dx + row_tiles.input_gradient(dy, bases, tile_rows)
-    for dy_l, base in zip(dy, bases, strict=True):
-        dx.addmm_(dy_l, base)
+    row_tiles.add_input_gradient(dx, dy, bases, tile_rows)
     return dx
 
 
@@ -112,9 +107,12 @@ library.impl("multi_lora_backward", _backward, "CompositeExplicitAutograd")
 
 @torch.library.register_fake("tlora::multi_lora_forward", lib=library)
 def _fake_forward(
-    x, weights, biases, transposed, a, b, table, extra, layout, s_like, rows, linears, tile_rows=0
-):
+    x, weights, biases, transposed, a, b, table, extra, layout, s_like, rows, linears, tile_rows=0,
+    kept=None,
+):  # fmt: skip
     y = [x.new_empty(x.shape[0], _out_features(weight, transposed)) for weight in weights]
+    if kept is not None:
+        return [*y, x.new_empty(0)]
     like = a if Route(table, extra, layout, s_like).is_table else x
     return [*y, like.new_empty(x.shape[0], s_like.shape[1])]
 
@@ -128,30 +126,36 @@ def _fake_backward(
 
 
 class MultiLora(torch.autograd.Function):
-    """Saves x and S; dropout masks are made again in backward."""
+    """Saves x and S; dropout masks are made again in backward. With `keep` S is an output too."""
 
     @staticmethod
     def forward(
-        ctx, x, weights, biases, transposed, a, b, grad_a, grad_b, route, rows, linears, tile_rows
-    ):
+        ctx, x, weights, biases, transposed, a, b, grad_a, grad_b, route, rows, linears, tile_rows,
+        kept, keep,
+    ):  # fmt: skip
         *y, s = torch.ops.tlora.multi_lora_forward(
-            x, weights, biases, transposed, a, b, *route, rows, linears, tile_rows
+            x, weights, biases, transposed, a, b, *route, rows, linears, tile_rows, kept
         )
+        s = s if kept is None else kept
         table, extra, layout, s_like = route
         ctx.save_for_backward(x, s, a, table, layout, s_like, rows, linears, *weights, *b)
         # Not saved tensors: kernels change them, and a second backward would be refused for it.
         ctx.grad_a, ctx.grad_b, ctx.extra = grad_a, grad_b, extra
         ctx.transposed, ctx.tile_rows = transposed, tile_rows
-        return tuple(y)
+        ctx.num_linears = len(weights)
+        if not keep:
+            return tuple(y)
+        ctx.mark_non_differentiable(s)
+        return (*y, s)
 
     @staticmethod
     def backward(ctx, *dy):
         x, s, a, table, layout, s_like, rows, linears, *lists = ctx.saved_tensors
-        n = len(dy)
+        n = ctx.num_linears
         needs_dx = ctx.needs_input_grad[0]
         dx = torch.ops.tlora.multi_lora_backward(
             x,
-            [dy_l.contiguous() for dy_l in dy],
+            [dy_l.contiguous() for dy_l in dy[:n]],
             s,
             lists[:n],
             ctx.transposed,
@@ -168,7 +172,7 @@ class MultiLora(torch.autograd.Function):
             needs_dx,
             ctx.tile_rows,
         )
-        return dx if needs_dx else None, *(None for _ in range(11))
+        return dx if needs_dx else None, *(None for _ in range(13))
 
 
 def multi_lora(
@@ -185,6 +189,8 @@ def multi_lora(
     linears: torch.Tensor,
     transposed: bool = False,
     tile_rows: int = 0,
+    kept: torch.Tensor | None = None,
+    keep: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """y_l = x W_l^T + bias_l + the adapter of each token's job, for the linears l of a group.
 
@@ -197,6 +203,8 @@ def multi_lora(
     rows         int32 [tokens]: each token's place in its job's batch, which keys dropout
     linears      int64 in host memory: a number per linear, which keys dropout
     tile_rows    rows of a tile of the frozen products, or 0 for whole ones (row_tiles.py)
+    keep         give S = drop(x) A^T too, after the outputs
+    kept         S of the same x, given back: it is not computed again
     """
     if x.dim() != 2 or x.shape[1] != a.shape[1]:
         raise ValueError(f"x must be [tokens, {a.shape[1]}], got {list(x.shape)}")
@@ -211,5 +219,6 @@ def multi_lora(
     if rows.shape[0] != x.shape[0]:
         raise ValueError(f"rows has {rows.shape[0]} entries for {x.shape[0]} tokens")
     return MultiLora.apply(
-        x, weights, biases, transposed, a, b, grad_a, grad_b, route, rows, linears, tile_rows
-    )
+        x, weights, biases, transposed, a, b, grad_a, grad_b, route, rows, linears, tile_rows,
+        kept, keep,
+    )  # fmt: skip

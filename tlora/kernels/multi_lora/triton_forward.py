@@ -464,11 +464,14 @@ def add_forward(
     *,
     write: bool = False,
     biases: list[torch.Tensor | None] | None = None,
+    s: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y_l += delta_l, or with `write` y_l = delta_l + bias_l for every token. Gives S."""
-    layout = blocks.layout
-    s = torch.empty(len(x), layout.s_width, dtype=x.dtype, device=x.device)
-    n = layout.num_linears
-    shrink(s, [x] * n, [a] * n, blocks, rows, linears, name="shrink_x")
+    """y_l += delta_l, or with `write` y_l = delta_l + bias_l for every token. Gives S, which is
+    computed if it is not there."""
+    if s is None:
+        layout = blocks.layout
+        s = torch.empty(len(x), layout.s_width, dtype=x.dtype, device=x.device)
+        n = layout.num_linears
+        shrink(s, [x] * n, [a] * n, blocks, rows, linears, name="shrink_x")
     expand(y, s, b, blocks, rows, linears, name="expand_y", write=write, biases=biases)
     return s
