@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from figures import Figures, figures, options
+from figures import Figures, compiles, figures, options
 from transformers import AutoTokenizer
 
 from tlora.core.job import BaseSpec, DataSpec, EvalSpec, JobSpec, LoraSpec, TrainSpec
@@ -359,7 +359,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             },
         }
         found.say(f"{len(jobs)} jobs are read; the model has {base.num_parameters():,} parameters")
-        measure(Bench(SuperModel(base, reserve_rows=rows), jobs, given.budget), found)
+        model = SuperModel(base, reserve_rows=rows, compiled=compiles(given))
+        measure(Bench(model, jobs, given.budget), found)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ class OutOfTime(BaseException):
 class Figures:
     """One script's results. `values` becomes the JSON line."""
 
-    def __init__(self, kind: str, seconds: float, device: torch.device) -> None:
+    def __init__(
+        self, kind: str, seconds: float, device: torch.device, *, compiled: bool = False
+    ) -> None:
         self.started = time.monotonic()
         self.seconds = seconds
         self.values: dict[str, object] = {
@@ -39,6 +41,7 @@ class Figures:
             "device": device_name(device),
             "versions": versions(),
             "complete": False,
+            "compiled": compiled,
         }
 
     @property
@@ -73,6 +76,7 @@ def options(text: str | None, *, seconds: int) -> argparse.ArgumentParser:
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--eager", action="store_true", help="no compiled layers")
     parser.add_argument("--json", type=Path, help="append the figures to this file")
     parser.add_argument(
         "--seconds", type=int, default=seconds, help=f"stop after so many [{seconds}]"
@@ -80,10 +84,15 @@ def options(text: str | None, *, seconds: int) -> argparse.ArgumentParser:
     return parser
 
 
+def compiles(given: argparse.Namespace) -> bool:
+    """As a run does by default."""
+    return torch.device(given.device).type == "cuda" and not given.eager
+
+
 @contextmanager
 def figures(kind: str, given: argparse.Namespace) -> Iterator[Figures]:
     """Appends and prints the line at the end, also of what was broken off."""
-    found = Figures(kind, given.seconds, torch.device(given.device))
+    found = Figures(kind, given.seconds, torch.device(given.device), compiled=compiles(given))
     try:
         with limit(given.seconds):
             yield found

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from figures import Figures, figures, options
+from figures import Figures, compiles, figures, options
 from random_models import LENGTHS, SHAPES, random_model
 
 from tlora.core.job import DataSpec, EvalSpec, JobSpec, LoraSpec, TrainSpec
@@ -286,7 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         def new(exact: bool, layers: int | None) -> SuperModel:
             base = random_model(given.shape, device, layers=layers)
-            return SuperModel(base, per_sequence=exact, reserve_rows=512)
+            return SuperModel(base, per_sequence=exact, reserve_rows=512, compiled=compiles(given))
 
         if "bits" not in skip:
             model = new(True, given.bit_layers)

@@ -4,7 +4,8 @@
 
 1. Peak: eight jobs of rank 8 to 64 in nano-batches of 8,192 rows, over the frozen weights and over
    the plain frozen backbone on as many tokens (forward and backward, no head).
-2. The same with gradient checkpointing, with S kept and with S made again, with their times.
+2. The same with gradient checkpointing, with S kept and with S made again, with their times; layers
+   are not compiled here, for a compiled layer cannot keep it.
 3. Out of memory: the device is made small, so that the first nano-batches do not fit. The engine
    must go on under a smaller budget and lose no job.
 4. Residents: 64 adapters of rank 16, of which 8 or 16 have work; useful tokens per second of each.
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from figures import Figures, figures, options
+from figures import Figures, compiles, figures, options
 from random_models import LENGTHS, SHAPES, random_model
 from transformers.modeling_utils import PreTrainedModel
 
@@ -247,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         total_rank = 2 * sum(RANKS)
         peaks: dict[str, dict[str, float]] = {}
         if "peak" not in skip:
-            model = SuperModel(base, reserve_rows=total_rank)
+            model = SuperModel(base, reserve_rows=total_rank, compiled=compiles(given))
             adapters = adapters_of(model, RANKS)
             peaks["plain"] = measure_peak(model, given.rows, given.steps, adapters)
             report_peaks(peaks, frozen, found)
@@ -273,7 +274,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             allocated(device)
         if "residents" not in skip:
             base = random_model(given.shape, device, layers=given.layers)
-            model = SuperModel(base, reserve_rows=16 * given.residents)
+            rows_of_all = 16 * given.residents
+            model = SuperModel(base, reserve_rows=rows_of_all, compiled=compiles(given))
             measure_residents(model, given.rows, given.rounds, given.residents, found)
 
 

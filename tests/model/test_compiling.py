@@ -13,7 +13,7 @@ from tlora.model.packing import PackedBatch, Share, pack
 from tlora.model.super_model import SuperModel
 
 
-def dense_attention(q, k, v, boundaries, longest, *, scale, window=None):
+def dense_attention(q, k, v, boundaries, longest, *, scale, window=None, repeatable=False):
     """What the variable-length kernel gives, in operations that compile without a GPU."""
     assert window is None
     rows = torch.arange(q.shape[0])
@@ -105,6 +105,25 @@ def test_compiled_layers_give_the_same_losses_and_gradients(on_any_device: None)
         assert not same(step(compiled, num_rows, 1), wanted)
     assert torch.equal(evaluate(compiled, 32), evaluate(plain, 32))
     assert graphs_compiled() > before
+
+
+@pytest.mark.parametrize("setting", ["gradient_checkpointing", "per_sequence"])
+def test_compiled_layers_may_be_recomputed_or_exact(on_any_device: None, setting: str) -> None:
+    """The same losses and gradients as without the compiler; nothing is kept once a step is over,
+    and no graph is made for a second one."""
+    settings = {setting: True}
+    plain, compiled = (
+        SuperModel(tiny_llama(), **settings),
+        SuperModel(tiny_llama(), compiled=True, **settings),
+    )
+    for model in (plain, compiled):
+        attach(model, "a", 4)
+        attach(model, "b", 6, dropout=0.2)
+    assert same(step(compiled, 32, 0), step(plain, 32, 0))
+    before = graphs_compiled()
+    assert same(step(compiled, 32, 1), step(plain, 32, 1))
+    assert graphs_compiled() == before
+    assert not any(group._kept is not None for group in compiled.groups)
 
 
 def test_all_layers_share_their_graphs(on_any_device: None) -> None:

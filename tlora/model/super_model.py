@@ -94,7 +94,8 @@ class SuperModel:
                 f"base.model: {type(model).__name__} does not run on packed rows: {error}"
             ) from error
         if gradient_checkpointing:
-            self._checkpoint_layers()
+            # A compiled layer must save the same tensors when it is recomputed: S is made again.
+            self._checkpoint_layers(keep_s=not compiled)
         if compiled:
             self._compile_layers()
         if compiled and self.device.type == "cuda" and not gradient_checkpointing:
@@ -310,10 +311,10 @@ class SuperModel:
         if self.model.config._attn_implementation != name:
             raise _own_attention(self.model)
 
-    def _checkpoint_layers(self) -> None:
+    def _checkpoint_layers(self, *, keep_s: bool) -> None:
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
         for group in self._groups:
-            group.keeps = True
+            group.keeps = keep_s
         for module in self.model.modules():
             # Layers recompute only in training mode; their children stay in evaluation mode, so
             # that the backbone's own dropout stays off.
