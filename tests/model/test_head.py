@@ -65,7 +65,7 @@ def test_losses_in_tiles_are_those_of_the_rows(tile_rows, most_rows, monkeypatch
     """Whatever the tile, the last one filled up or not; and the gradients with them."""
     head = scene("llama")[0].head
     assert head is not None
-    monkeypatch.setattr(head_module, "rows_at_a_time", lambda vocabulary, device: most_rows)
+    monkeypatch.setattr(head_module, "rows_at_a_time", lambda *sizes, **format: most_rows)
     rows = torch.randn(130, head.weight.shape[1], requires_grad=True)
     targets = torch.arange(130) % len(head.weight)
     upstream = torch.linspace(-1, 1, 130)

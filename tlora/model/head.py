@@ -13,6 +13,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tlora.kernels.linear_cross_entropy import linear_cross_entropy
 from tlora.kernels.linear_cross_entropy.function import rows_at_a_time
+from tlora.kernels.multi_lora.routes import triton_serves
 from tlora.kernels.row_tiles import TILE_ROWS
 from tlora.model.packing import PackedBatch
 
@@ -40,7 +41,9 @@ class PlainHead:
         are the same wherever it stands, if those of such a product are (row_probe.py)."""
         count = len(rows)
         if not tile_rows:
-            num_tiles = -(-count // rows_at_a_time(len(self.weight), rows.device))
+            itemsize = rows.dtype.itemsize if triton_serves(rows.device) else None
+            most = rows_at_a_time(len(self.weight), rows.device, fused_itemsize=itemsize)
+            num_tiles = -(-count // most)
             tile_rows = _round_up(-(-count // num_tiles), TILE_ROWS)
         missing = _round_up(count, tile_rows) - count
         return linear_cross_entropy(
