@@ -45,12 +45,12 @@ def super_model(*, compiled: bool, reserve_rows: int = 64) -> SuperModel:
 def driver(name: str, rank: int, steps: int, dropout: float = 0.0) -> JobDriver:
     generator = np.random.default_rng(rank)
     lengths = [40, 25, 70, 33] * steps
-    ids = [generator.integers(1, VOCABULARY, length) for length in lengths]
+    ids = [generator.integers(1, 6, length) for length in lengths]
     spec = JobSpec(
         name=name,
         data=DataSpec(path="none"),
         lora=LoraSpec(r=rank, lora_dropout=dropout),
-        train=TrainSpec(batch_size=4, max_steps=steps, learning_rate=1e-3, seed=rank),
+        train=TrainSpec(batch_size=4, max_steps=steps, learning_rate=5e-3, seed=rank),
     )
     return JobDriver(spec, [TokenSequence(each, each) for each in ids])
 
@@ -92,9 +92,9 @@ def test_captured_steps_train_as_plain_ones() -> None:
     assert captured.model.captures >= 1
     for job, losses in plain.losses.items():
         assert len(losses) == 12
-        assert losses[-1] < losses[0] - 0.05, "it learns, so a wrong gradient shows"
-        assert np.allclose(captured.losses[job], losses, rtol=0, atol=0.01)
-        assert not np.allclose(captured.losses[job], losses[::-1], rtol=0, atol=0.01)
+        assert losses[-1] < losses[0] - 0.5, "it learns, so a wrong gradient shows"
+        assert np.allclose(captured.losses[job], losses, rtol=0, atol=0.05)
+        assert not np.allclose(captured.losses[job], losses[::-1], rtol=0, atol=0.05)
 
 
 def test_jobs_come_and_go_without_compiling_or_capturing() -> None:
@@ -124,4 +124,4 @@ def test_a_pool_that_has_grown_is_captured_again() -> None:
         run.step(6)
     assert captured.model.captures == 2
     for job, losses in plain.losses.items():
-        assert np.allclose(captured.losses[job], losses, rtol=0, atol=0.01)
+        assert np.allclose(captured.losses[job], losses, rtol=0, atol=0.05)

@@ -15,7 +15,7 @@ def test_a_shape_that_waits_for_its_launches_is_captured() -> None:
 def test_a_shape_that_keeps_the_device_busy_is_not() -> None:
     launches = Launches()
     for _ in range(4):
-        launches.add(host=0.17, device=0.48)
+        launches.add(host=0.10, device=0.48)
     assert launches.decided
     assert not launches.bound
 

@@ -272,6 +272,32 @@ def test_neighbours_keep_their_bits_whoever_comes_and_goes(
     assert held(pool) == owned
 
 
+def test_the_copy_that_kernels_read_follows_the_weights() -> None:
+    """Through attaching, growing and leaving; it is the leaf that wants a gradient."""
+    pool = GroupPool(TARGETS, 4, CPU, torch.bfloat16)
+
+    def is_current() -> bool:
+        matrices = (pool.a, *pool.b)
+        return all(torch.equal(rows.operand, rows.value.bfloat16()) for rows in matrices)
+
+    pool.attach("one", adapter((2, 1, 3)))
+    assert is_current() and pool.a.operand.any()
+    pool.attach("two", adapter((9, 2, 4), seed=1))
+    assert is_current() and pool.a.operand.requires_grad
+    pool.detach("one")
+    assert is_current()
+    for _, views in pool.views("two"):
+        views.value.add_(1.0)
+    assert not is_current()
+
+
+def test_without_a_copy_kernels_read_the_weights_themselves() -> None:
+    pool = GroupPool(TARGETS, 4, CPU)
+    pool.attach("one", adapter((9, 2, 4)))
+    assert all(rows.operand is rows.value for rows in (pool.a, *pool.b))
+    assert pool.a.value.requires_grad
+
+
 def test_a_job_on_none_of_the_linears_takes_no_rows() -> None:
     """It targets other groups: no slot, no views, and leaving is no error."""
     pool = GroupPool(TARGETS, capacity=8, device=CPU)

@@ -60,6 +60,7 @@ class Graphs:
         self.captures = 0
         """So far."""
 
+        self._stopped = False
         self._backbone = backbone
         self._embeddings = embeddings
         self._anchor = torch.zeros((), device=device, requires_grad=True)
@@ -96,6 +97,13 @@ class Graphs:
         """Free the graphs' memory; shapes are captured again when they come back."""
         self._captured.clear()
 
+    def stop(self) -> bool:
+        """Free the graphs' memory for good; whether there was any."""
+        held = bool(self._captured)
+        self.forget()
+        self._stopped = True
+        return held
+
     def give_up(self, key: Hashable) -> None:
         """Never capture this shape."""
         self._launches[key] = Launches(seconds=[(0.0, 1.0)] * 2)
@@ -115,7 +123,7 @@ class Graphs:
             launches.add(host, first.elapsed_time(last) / 1e3)
         self._measured.clear()
         launches = self._launches.get(key)
-        return launches is not None and launches.bound
+        return launches is not None and launches.bound and not self._stopped
 
     def _try_capture(self, batch: PackedBatch, key: Hashable) -> Captured | None:
         if len(self._captured) >= MOST_GRAPHS:
@@ -126,6 +134,7 @@ class Graphs:
             # Whatever a model does that cannot be captured, it still runs as before.
             logger.info("a nano-batch of %d rows is not captured: %s", batch.num_rows, error)
             self.give_up(key)
+            torch.cuda.empty_cache()
             return None
         self.captures += 1
         self._captured[key] = captured

@@ -65,11 +65,19 @@ class RowViews(NamedTuple):
 
 
 class RankRows:
-    """One pooled matrix with its gradient and AdamW's moments, all float32 [capacity, width]."""
+    """One pooled matrix with its gradient and AdamW's moments, all float32 [capacity, width]; and
+    what kernels multiply with: the matrix itself, or a copy in the format of their products."""
 
-    def __init__(self, width: int, capacity: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        width: int,
+        capacity: int,
+        device: torch.device,
+        operand_dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.allocator = RowAllocator(capacity)
         self.tensors = RowViews(*(torch.zeros(capacity, width, device=device) for _ in range(4)))
+        self.operand = self.value.to(operand_dtype)
 
     @property
     def value(self) -> torch.Tensor:
@@ -78,6 +86,16 @@ class RankRows:
     @property
     def grad(self) -> torch.Tensor:
         return self.tensors.grad
+
+    @property
+    def has_copy(self) -> bool:
+        return self.operand is not self.value
+
+    def refresh(self, first: int, rows: int) -> None:
+        """These rows of the matrix have changed."""
+        if self.has_copy:
+            place = slice(first, first + rows)
+            self.operand[place].copy_(self.value[place])
 
     def claim(self, rows: int) -> int:
         first = self.allocator.claim(rows)
@@ -92,6 +110,7 @@ class RankRows:
         self.allocator.release(first)
         for view in self.view(first, rows):
             view.zero_()
+        self.refresh(first, rows)
 
     def view(self, first: int, rows: int) -> RowViews:
         return RowViews(*(tensor.detach()[first : first + rows] for tensor in self.tensors))
@@ -99,12 +118,15 @@ class RankRows:
     def _grow(self, capacity: int) -> None:
         old = self.allocator.capacity
         logger.info("adapter pool grows from %d to %d rank rows", old, capacity)
-        grown = []
-        for tensor in self.tensors:
+
+        def grown(tensor: torch.Tensor) -> torch.Tensor:
             larger = tensor.new_zeros(capacity, tensor.shape[1])
             larger[:old] = tensor.detach()
-            grown.append(larger.requires_grad_(tensor.requires_grad))
-        self.tensors = RowViews(*grown)
+            return larger.requires_grad_(tensor.requires_grad)
+
+        had_copy = self.has_copy
+        self.tensors = RowViews(*map(grown, self.tensors))
+        self.operand = grown(self.operand) if had_copy else self.value
         self.allocator.grow(capacity)
 
 
@@ -120,12 +142,21 @@ class Slot:
 class GroupPool:
     """The adapters of all jobs on the linears that share one input."""
 
-    def __init__(self, targets: list[Target], capacity: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        targets: list[Target],
+        capacity: int,
+        device: torch.device,
+        operand_dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.targets = targets
-        self.a = RankRows(targets[0].in_features, capacity * len(targets), device)
+        width = targets[0].in_features
+        self.a = RankRows(width, capacity * len(targets), device, operand_dtype)
         # The leaf that makes the outputs part of the graph; its gradient goes into a.grad directly.
-        self.a.value.requires_grad_(True)
-        self.b = [RankRows(target.out_features, capacity, device) for target in targets]
+        self.a.operand.requires_grad_(True)
+        self.b = [
+            RankRows(target.out_features, capacity, device, operand_dtype) for target in targets
+        ]
         self.slots: dict[str, Slot] = {}
         self.route: Route | None = None
         """The segments of the nano-batch that runs now (routing.py); one object deep, for compiled
@@ -153,6 +184,10 @@ class GroupPool:
                 a, b = views
                 a.value.copy_(pair.a)
                 b.value.copy_(pair.b.T)
+        slot = self.slots[job]
+        self.a.refresh(slot.a_row, sum(slot.ranks))
+        for rows, rank, b_row in zip(self.b, slot.ranks, slot.b_rows, strict=True):
+            rows.refresh(b_row, rank)
 
     @torch.no_grad()
     def detach(self, job: str) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from tlora.kernels.attention.cudnn import cudnn_attention
 from tlora.kernels.attention.layout import AttentionLayout, attention_layout
 from tlora.kernels.attention.packed import packed_attention
 from tlora.kernels.attention.varlen import supports, varlen_attention
@@ -70,9 +69,6 @@ class Routing:
         """Found anew after slots have moved."""
 
         self._active = False
-        self.uses_cudnn = False
-        """Where it is known to work, for causal attention without a window."""
-
         self.compiled = False
         """Layers run through torch.compile."""
 
@@ -229,9 +225,7 @@ class Routing:
                 raise NotImplementedError(f"{type(module).__name__} uses {name}")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        if self.uses_cudnn and sliding_window is None and supports(q, softcap):
-            out = cudnn_attention(q, k, v, self.boundaries, self.longest.shape[1], scale=scale)
-        elif supports(q, softcap):
+        if supports(q, softcap):
             out = varlen_attention(
                 q,
                 k,

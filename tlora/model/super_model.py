@@ -19,7 +19,7 @@ from transformers.modeling_utils import PreTrainedModel
 from tlora.core.errors import ModelError
 from tlora.core.job import JobSpec
 from tlora.core.sequence import TokenSequence
-from tlora.kernels.attention import cudnn
+from tlora.kernels.multi_lora.routes import operand_dtype
 from tlora.kernels.streams import threshold
 from tlora.model.adapters import AdapterWeights, LoraPair, new_pair
 from tlora.model.compiling import compile_layers, is_compile_error, run_uncompiled, varies
@@ -206,6 +206,15 @@ class SuperModel:
         targets[batch.predicting] = batch.targets
         return head.losses_in_tiles(hidden, targets, self.head_tile_rows)[batch.predicting]
 
+    @torch.no_grad()
+    def refresh_operands(self) -> None:
+        """Weights have changed: so do the copies that kernels read."""
+        copied = [rows for pool in self.pools for rows in (pool.a, *pool.b) if rows.has_copy]
+        if copied:
+            torch._foreach_copy_(
+                [rows.operand.detach() for rows in copied], [rows.value for rows in copied]
+            )
+
     def launched(self) -> None:
         """Forward and backward of a nano-batch are under way: the host waits for nothing more."""
         if self._graphs is not None:
@@ -216,9 +225,9 @@ class SuperModel:
         """CUDA graphs captured so far."""
         return self._graphs.captures if self._graphs else 0
 
-    def free_graphs(self) -> None:
-        if self._graphs is not None:
-            self._graphs.forget()
+    def stop_capturing(self) -> bool:
+        """Give the memory of captured graphs back; whether there was any."""
+        return self._graphs is not None and self._graphs.stop()
 
     def runs_uncompiled(self, error: BaseException) -> bool:
         """If this is the compiler's error, go on without it from now on."""
@@ -283,7 +292,12 @@ class SuperModel:
         groups = []
         for paths in grouped:
             linears = [cast(Linear, self.model.get_submodule(path)) for path in paths]
-            pool = GroupPool([self.targets[path] for path in paths], reserve_rows, self.device)
+            pool = GroupPool(
+                [self.targets[path] for path in paths],
+                reserve_rows,
+                self.device,
+                operand_dtype(self.device, linears[0].weight.dtype, len(paths)),
+            )
             group = SharedInput(linears, [numbers[path] for path in paths], pool, self.routing)
             groups.append(group)
             for index, (path, linear) in enumerate(zip(paths, linears, strict=True)):
@@ -301,8 +315,6 @@ class SuperModel:
             assert routing is not None, "the super-model of this attention is gone"
             return routing.attention(*args, **options)
 
-        # Where bits count, flash attention: cuDNN promises none.
-        self.routing.uses_cudnn = not self.routing.per_sequence and cudnn_serves(self.model)
         AttentionInterface.register(name, of_this_model)
         try:
             self.model.set_attn_implementation(name)
@@ -334,12 +346,13 @@ class SuperModel:
         rows = [rows for pool in self.pools for rows in (pool.a, *pool.b)]
         if self.routing.compiled:
             for each in rows:
-                varies(each.value, 0)
+                varies(each.operand, 0)
                 varies(each.grad, 0)
-        addresses = hash(tuple(each.value.data_ptr() for each in rows))
+        addresses = hash(tuple(each.operand.data_ptr() for each in rows))
         if addresses != self._addresses:
             self._addresses = addresses
-            self.free_graphs()
+            if self._graphs is not None:
+                self._graphs.forget()
         self._pools_moved = False
 
     def _probe_logits(self, sequences: list[torch.Tensor]) -> torch.Tensor:
@@ -362,17 +375,6 @@ def pack_all(sequences: list[torch.Tensor], device: torch.device) -> PackedBatch
     count = len(tokens)
     share = Share("", [TokenSequence(ids, ids) for ids in tokens], [0] * count, [1.0] * count)
     return pack([share], sum(map(len, tokens)), device)
-
-
-def cudnn_serves(model: PreTrainedModel) -> bool:
-    """For the heads that the model says it has."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None)
-    key_heads = getattr(config, "num_key_value_heads", None) or heads
-    if model.device.type != "cuda" or not heads or not key_heads:
-        return False
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return cudnn.works(model.device, model.dtype, heads, key_heads, size)
 
 
 def _own_attention(model: PreTrainedModel) -> ModelError:

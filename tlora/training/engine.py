@@ -296,9 +296,12 @@ class Engine:
         self, composition: Composition, jobs: list[EngineJob], error: BaseException
     ) -> Outcome:
         self._drop_partial_batches(jobs)
-        self.super_model.free_graphs()
+        held_graphs = self.super_model.stop_capturing()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+        if held_graphs:
+            logger.warning("out of memory: going on without captured graphs")
+            return Outcome(error=f"out of memory: {error}")
         alone = len(jobs) == 1 and len(composition.picks[0].indices) == 1
         if alone or self.exact or self.budget_tokens <= MIN_BUDGET:
             return self._fail_or_suspect(jobs, f"out of memory on {composition.tokens} tokens")

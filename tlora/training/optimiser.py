@@ -62,6 +62,8 @@ class Adapters(Protocol):
 
     def views(self, job: str) -> Mapping[str, RowViews]: ...
 
+    def refresh_operands(self) -> None: ...
+
 
 class PooledRows:
     """The rows of all jobs of a super-model, and the kernels' list of them, which is kept until the
@@ -118,7 +120,9 @@ def _step_pooled(rows: PooledRows, due: Sequence[DueStep]) -> torch.Tensor:
         )
         for each in due
     ]
-    return triton_steps.step(work, orders)
+    norms = triton_steps.step(work, orders)
+    rows.adapters.refresh_operands()
+    return norms
 
 
 def _step_alone(rows: list[RowViews], due: DueStep) -> float:

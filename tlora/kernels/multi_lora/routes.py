@@ -84,6 +84,14 @@ def triton_serves(device: torch.device) -> bool:
     return (device.type == "cuda" or interpreted) and find_spec("triton") is not None
 
 
+def operand_dtype(device: torch.device, weights: torch.dtype, num_linears: int) -> torch.dtype:
+    """Of the A and B that a group is given: kernels that cast every tile to half precision read
+    half the bytes if it is done before."""
+    half = weights in (torch.bfloat16, torch.float16) and device.type == "cuda"
+    served = triton_serves(device) and num_linears <= MOST_LINEARS
+    return weights if half and served else torch.float32
+
+
 class Routes:
     """The routes of pools that share their rows; one per layout that has been needed."""
 
