@@ -11,6 +11,7 @@ from tlora.model import compiling, routing, super_model
 from tlora.model.compiling import graphs_compiled
 from tlora.model.packing import PackedBatch, Share, pack
 from tlora.model.super_model import SuperModel
+from tlora.training.engine import Engine
 
 
 def dense_attention(q, k, v, boundaries, longest, *, scale, window=None, repeatable=False):
@@ -45,13 +46,17 @@ def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
 
 
-def attach(model: SuperModel, name: str, rank: int, dropout: float = 0.0) -> None:
-    job = JobSpec(
+def spec(name: str, rank: int, dropout: float = 0.0) -> JobSpec:
+    return JobSpec(
         name=name,
         data=DataSpec(path="none"),
         lora=LoraSpec(r=rank, lora_dropout=dropout),
         train=TrainSpec(),
     )
+
+
+def attach(model: SuperModel, name: str, rank: int, dropout: float = 0.0) -> None:
+    job = spec(name, rank, dropout)
     weights = model.new_adapter(job)
     for pair in weights.values():
         pair.b.normal_(std=0.1, generator=torch.Generator().manual_seed(rank))
@@ -164,3 +169,62 @@ def test_sizes_that_are_not_marked_would_be_compiled_for(
     attach(model, "b", 6)
     step(model, 32, 0)
     assert graphs_compiled() > before
+
+
+@pytest.fixture
+def traced_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `engine.compile: true` on a CPU, with a compiler that leaves operations as they are."""
+    monkeypatch.setattr(
+        super_model,
+        "compile_layers",
+        lambda model: compiling.compile_layers(model, backend="aot_eager"),
+    )
+    torch._dynamo.reset()
+
+
+def test_layers_compile_on_a_cpu_too(traced_on_the_cpu: None) -> None:
+    """Losses and gradients to rounding, and no graph more from the second size on."""
+    plain, compiled = SuperModel(tiny_llama()), SuperModel(tiny_llama(), compiled=True)
+    for model in (plain, compiled):
+        attach(model, "a", 4)
+        attach(model, "b", 6, dropout=0.2)
+    graphs = []
+    for num_rows in (32, 48, 64, 40):
+        found, wanted = step(compiled, num_rows, num_rows), step(plain, num_rows, num_rows)
+        for left, right in zip(found, wanted, strict=True):
+            assert (left - right).norm() <= 1e-5 * right.norm()
+        graphs.append(graphs_compiled())
+    assert compiled.routing.compiled
+    assert graphs[1] == graphs[2] == graphs[3]
+
+
+def test_an_engine_goes_on_where_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a compiler: the first nano-batch is told as an error and run again, and
+    every step is that of a plain run."""
+
+    def no_compiler(graph, inputs):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(
+        super_model,
+        "compile_layers",
+        lambda model: compiling.compile_layers(model, backend=no_compiler),
+    )
+    torch._dynamo.reset()
+    losses = []
+    for compiled in (False, True):
+        engine = Engine(SuperModel(tiny_llama(), compiled=compiled), budget_tokens=64)
+        weights = engine.super_model.new_adapter(spec("a", 4))
+        engine.attach("a", weights, scale=1.0)
+        ids = np.arange(1, 20)
+        engine.feed("a", [TokenSequence(ids, ids)] * 2, loss_scale=0.1)
+        engine.request_step("a", learning_rate=1e-2)
+        outcomes = [engine.run_nano_batch()]
+        if compiled:
+            assert "no compiler here" in str(outcomes[0].error)
+            assert not outcomes[0].failures
+            outcomes.append(engine.run_nano_batch())
+            assert not engine.super_model.routing.compiled
+        (done,) = outcomes[-1].steps
+        losses.append((done.loss, done.grad_norm))
+    assert losses[0] == losses[1]

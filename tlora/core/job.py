@@ -391,7 +391,7 @@ class EngineSpec:
     """Recompute activations in backward: less memory, about a third more time."""
 
     compile: bool | Literal["auto"] = "auto"
-    """Layers through torch.compile: faster steps after a first one that takes a minute. auto: on a
+    """Layers through torch.compile: faster steps after first ones that take a minute. auto: on a
     GPU."""
 
     def __post_init__(self) -> None:

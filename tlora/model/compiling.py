@@ -6,6 +6,8 @@ the second size on; rank rows and lists are symbolic from the start, so that job
 without compiling anything.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -20,7 +22,7 @@ def layers_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
 
 
 def compile_layers(
-    model: nn.Module, *, dynamic: bool | None = None, backend: str = "inductor"
+    model: nn.Module, *, dynamic: bool | None = None, backend: str | Callable = "inductor"
 ) -> int:
     """Layer by layer; how many there are. Nothing is compiled before it is run."""
     layers = layers_of(model)

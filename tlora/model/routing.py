@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tlora.kernels.attention import grouped
 from tlora.kernels.attention.layout import AttentionLayout, attention_layout
 from tlora.kernels.attention.packed import packed_attention
 from tlora.kernels.attention.varlen import supports, varlen_attention
@@ -60,6 +61,9 @@ class Routing:
         self._lengths: list[int] = []
         self._layouts: dict[int, AttentionLayout] = {}
         """How sequences are taken apart for attention, by its width."""
+
+        self._widths: set[int] = set()
+        """Seen so far, in the probe already."""
 
         self._buffers: dict[tuple[str, int], torch.Tensor] = {}
         self._routes: dict[tuple[int, ...], Routes] = {}
@@ -130,6 +134,8 @@ class Routing:
         self._layouts = {}
         if self.device.type == "cuda":
             self._load_boundaries(batch)
+        elif self.compiled:
+            self._load_layouts(batch)
         if not self._sharing:
             self._sharing = [Sharing(alike, self._routes_of(alike)) for alike in _by_rows(pools)]
         for sharing in self._sharing:
@@ -195,10 +201,21 @@ class Routing:
             varies(self.boundaries, 0)
             varies(self.longest, 1)
 
+    def _load_layouts(self, batch: PackedBatch) -> None:
+        """Before compiled layers ask for them: they cannot wait."""
+        for width in self._widths:
+            layout = attention_layout(
+                batch.lengths, batch.num_rows, width, self.device, one_by_one=self.per_sequence
+            )
+            for tensor in (layout.sources, layout.places, layout.repeated, layout.sizes):
+                varies(tensor, 0)
+            self._layouts[width] = layout
+
     def _layout_for(self, query: torch.Tensor) -> AttentionLayout:
         num_rows, heads, head_size = query.shape
         width = heads * head_size
         if width not in self._layouts:
+            self._widths.add(width)
             self._layouts[width] = attention_layout(
                 self.lengths, num_rows, width, query.device, one_by_one=self.per_sequence
             )
@@ -236,6 +253,8 @@ class Routing:
                 window=sliding_window,
                 repeatable=self.per_sequence,
             )
+        elif self.compiled and grouped.serves(q, v, sliding_window, softcap):
+            out = grouped.grouped_attention(q, k, v, self._layout_for(q), scale=scale)
         else:
             out = packed_attention(
                 q, k, v, self._layout_for(q), scale=scale, window=sliding_window, softcap=softcap

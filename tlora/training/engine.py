@@ -318,7 +318,8 @@ class Engine:
         return outcome
 
     def _uncompiled(self, jobs: list[EngineJob], error: Exception) -> Outcome:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        # The compiler's own error stands in its second line.
+        reason = " ".join((str(error).strip() or type(error).__name__).splitlines()[:2])
         logger.warning("the layers cannot be compiled, going on without: %s", reason)
         self._drop_partial_batches(jobs)
         return Outcome(error=f"not compiled: {reason}")

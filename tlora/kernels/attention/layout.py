@@ -16,6 +16,9 @@ CALL_COST = 300_000
 where attention takes 0.065 us per length^2 at a width (heads x head size) of 128."""
 
 
+MIN_GROUPS = 16
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionLayout:
     """T packed rows, P rows of the groups."""
@@ -32,6 +35,12 @@ class AttentionLayout:
 
     repeats: torch.Tensor
     """int64: the rows of the groups that repeat a sequence's last row."""
+
+    repeated: torch.Tensor
+    """bool [P]: the same, row by row."""
+
+    sizes: torch.Tensor
+    """int64 [a power of two, 2]: `groups` in host memory, and zeros."""
 
 
 def plan_groups(lengths: list[int], width: int, *, one_by_one: bool = False) -> list[list[int]]:
@@ -85,4 +94,19 @@ def attention_layout(
         sources=gather(sources),
         places=gather([places]),
         repeats=gather(repeats),
+        repeated=_marked(gather(repeats), first),
+        sizes=_padded(shapes),
     )
+
+
+def _marked(index: torch.Tensor, count: int) -> torch.Tensor:
+    marks = torch.zeros(count, dtype=torch.bool, device=index.device)
+    marks[index] = True
+    return marks
+
+
+def _padded(groups: list[tuple[int, int]]) -> torch.Tensor:
+    sizes = torch.zeros(max(MIN_GROUPS, 1 << len(groups).bit_length()), 2, dtype=torch.int64)
+    if groups:
+        sizes[: len(groups)] = torch.tensor(groups)
+    return sizes
