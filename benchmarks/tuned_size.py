@@ -95,7 +95,8 @@ def main() -> None:
     shape = shapes.look_at(arguments.shape, arguments.dtype, device)
     ranks = (8, 16, 32, 64)
     reserve = sum(ranks[at % 4] for at in range(arguments.jobs)) + max(ranks)
-    model = SuperModel(shapes.load(shape, device), reserve_rows=reserve)
+    base = shapes.load(shape, device)
+    model = SuperModel(base, reserve_rows=reserve, compiled=device.type == "cuda")
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else sys.maxsize
     limit = min(arguments.high, tokens_that_fit(model, free, recompute=False))
     batch = -(-arguments.high // (arguments.length * arguments.jobs)) * 2

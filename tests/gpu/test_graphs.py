@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tlora.core.job import DataSpec, JobSpec, LoraSpec, TrainSpec
 from tlora.core.sequence import TokenSequence
+from tlora.kernels.multi_lora.blocks import Blocks
 from tlora.model.compiling import graphs_compiled
 from tlora.model.launches import Launches
 from tlora.model.super_model import SuperModel
@@ -44,7 +45,8 @@ def super_model(*, compiled: bool, reserve_rows: int = 64) -> SuperModel:
 
 def driver(name: str, rank: int, steps: int, dropout: float = 0.0) -> JobDriver:
     generator = np.random.default_rng(rank)
-    lengths = [40, 25, 70, 33] * steps
+    # No two nano-batches have the same segments: a graph that kept old lists would show.
+    lengths = generator.integers(8, 90, 4 * steps).tolist()
     ids = [generator.integers(1, 6, length) for length in lengths]
     spec = JobSpec(
         name=name,
@@ -97,21 +99,47 @@ def test_captured_steps_train_as_plain_ones() -> None:
         assert not np.allclose(captured.losses[job], losses[::-1], rtol=0, atol=0.05)
 
 
-def test_jobs_come_and_go_without_compiling_or_capturing() -> None:
-    run = Run(compiled=True)
-    run.attach("a", 8)
-    run.attach("b", 16)
-    run.step(5)
-    graphs, captures = graphs_compiled(), run.model.captures
-    assert captures == 1
+def come_and_go(run: Run) -> None:
     run.detach("a")
     run.step(2)
     run.attach("c", 32)
     run.step(2)
     run.attach("d", 5)
     run.step(2)
-    assert run.model.captures == captures
+
+
+def test_jobs_come_and_go_without_compiling_or_capturing() -> None:
+    """And train as in a plain run."""
+    plain, captured = Run(compiled=False), Run(compiled=True)
+    for run in (plain, captured):
+        run.attach("a", 8)
+        run.attach("b", 16)
+        run.step(5)
+    graphs, captures = graphs_compiled(), captured.model.captures
+    assert captures == 1
+    for run in (plain, captured):
+        come_and_go(run)
+    assert captured.model.captures == captures
     assert graphs_compiled() == graphs
+    for job, losses in plain.losses.items():
+        assert np.allclose(captured.losses[job], losses, rtol=0, atol=0.05)
+
+
+def test_a_graph_with_old_lists_would_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin: lists that are no longer copied once it is captured."""
+    plain, captured = Run(compiled=False), Run(compiled=True)
+    for run in (plain, captured):
+        run.attach("a", 8)
+        run.attach("b", 16)
+        run.step(5)
+    monkeypatch.setattr(Blocks, "copy", lambda self, segments: None)
+    captured.step(6)
+    monkeypatch.undo()
+    plain.step(6)
+    assert not all(
+        np.allclose(captured.losses[job], losses, rtol=0, atol=0.05)
+        for job, losses in plain.losses.items()
+    )
 
 
 def test_a_pool_that_has_grown_is_captured_again() -> None:

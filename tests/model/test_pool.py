@@ -343,3 +343,50 @@ def test_the_pools_integrity_check_refuses_a_planted_overlap() -> None:
         pool.slots = planted
         with pytest.raises(AssertionError, match="are claimed"):
             pool.check_integrity()
+
+
+# No room.
+
+
+class NoRoom(RuntimeError):
+    pass
+
+
+def test_growth_that_fails_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever allocation is the one too many."""
+    new_zeros = torch.Tensor.new_zeros
+    for failing in range(1, 6):
+        pool = GroupPool(TARGETS, 4, CPU, torch.bfloat16)
+        pool.attach("one", adapter((2, 1, 3)))
+        before = contents(pool, "one")
+        calls = itertools.count(1)
+
+        def fails(tensor: torch.Tensor, *size, failing=failing, calls=calls):
+            if next(calls) == failing:
+                raise NoRoom
+            return new_zeros(tensor, *size)
+
+        monkeypatch.setattr(torch.Tensor, "new_zeros", fails)
+        with pytest.raises(NoRoom):
+            pool.attach("two", adapter((40, 1, 1)))
+        monkeypatch.setattr(torch.Tensor, "new_zeros", new_zeros)
+        pool.check_integrity()
+        assert "two" not in pool.slots
+        assert len({len(t) for t in (*pool.a.tensors, pool.a.operand)}) == 1
+        assert unchanged(before, contents(pool, "one"))
+        pool.attach("two", adapter((40, 1, 1)))
+        pool.check_integrity()
+
+
+def test_a_claim_that_fails_halfway_gives_the_rest_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = GroupPool(TARGETS, 4, CPU)
+    pool.attach("one", adapter((2, 1, 3)))
+
+    def fails(rows: int) -> int:
+        raise NoRoom
+
+    monkeypatch.setattr(pool.b[2], "claim", fails)
+    with pytest.raises(NoRoom):
+        pool.attach("two", adapter((1, 1, 1)))
+    pool.check_integrity()
+    assert set(pool.slots) == {"one"}

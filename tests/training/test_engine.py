@@ -25,6 +25,7 @@ from support.tiny import (
 
 from tlora.core.sequence import TokenSequence
 from tlora.model.adapters import AdapterWeights
+from tlora.training import optimiser
 from tlora.training.compose import Kind
 from tlora.training.controller import Controller, ControllerSettings
 from tlora.training.engine import EVALUATION_WINDOW, Engine
@@ -859,3 +860,52 @@ def test_a_row_lost_before_a_replay_fails_its_own_job(engine: Engine) -> None:
     assert failure.job == "other" and "the disk is gone" in failure.message
     assert len(job.losses) == 4
     engine.check_integrity()
+
+
+def test_a_step_that_cannot_be_taken_fails_its_job_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error inside the optimiser: the neighbour steps once and as alone."""
+
+    def neighbour() -> Fed:
+        return Fed("neighbour", batches(3, [4, 4]))
+
+    step_jobs = optimiser.step_jobs
+
+    def breaks_for_one(rows, due):
+        if any(each.job == "broken" for each in due):
+            raise OverflowError("int too large to convert to float")
+        return step_jobs(rows, due)
+
+    monkeypatch.setattr(optimiser, "step_jobs", breaks_for_one)
+    broken, other = Fed("broken", batches(2, [4])), neighbour()
+    train(engine, [broken, other])
+    assert "too large" in str(broken.failure)
+    assert other.failure is None
+    assert as_alone(engine, other, neighbour)
+    engine.check_integrity()
+
+
+def test_an_attach_that_breaks_off_leaves_nothing_behind(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No room in one of the pools: the others give their rows back, and the job may try again."""
+
+    def neighbour() -> Fed:
+        return Fed("neighbour", batches(3, [4, 4]))
+
+    pool, late = engine.super_model.pools[-1], Fed("late", batches(2, [4]))
+    attach = pool.attach
+
+    def no_room(job: str, weights: AdapterWeights) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(pool, "attach", no_room)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(engine, [late])
+    monkeypatch.setattr(pool, "attach", attach)
+    assert not engine.jobs
+    engine.check_integrity()
+    other = neighbour()
+    train(engine, [other])
+    assert as_alone(engine, other, neighbour)

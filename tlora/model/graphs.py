@@ -24,6 +24,8 @@ from tlora.model.packing import PackedBatch
 logger = logging.getLogger(__name__)
 
 MOST_GRAPHS = 32
+MOST_CAPTURES = 256
+"""In a run: jobs whose shapes never come back are not worth more."""
 
 Backbone = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(input_ids, position_ids) to hidden states [T, width]."""
@@ -60,6 +62,9 @@ class Graphs:
         self.captures = 0
         """So far."""
 
+        self.settled = False
+        """The last nano-batch ran as its shape always will: it is captured, or will not be."""
+
         self._stopped = False
         self._backbone = backbone
         self._embeddings = embeddings
@@ -73,15 +78,22 @@ class Graphs:
 
     def hidden(self, batch: PackedBatch, key: Hashable) -> torch.Tensor:
         """Of a nano-batch in training; `key` is all that decides which kernels run."""
-        captured = self._captured.get(key)
+        captured = self._captured.pop(key, None)
+        self.settled = captured is not None
         if captured is None and self._is_due(key):
             captured = self._try_capture(batch, key)
         if captured is None:
-            self._start_clock(key)
+            self.settled = not self._start_clock(key)
             return self._backbone(batch.input_ids, batch.position_ids)
+        # The last one used is the last to go.
+        self._captured[key] = captured
         captured.input_ids.copy_(batch.input_ids)
         captured.position_ids.copy_(batch.position_ids)
         return Replay.apply(self._anchor, captured)
+
+    def begin(self) -> None:
+        """Another nano-batch: a clock that an error left running means nothing."""
+        self._running = None
 
     def launched(self) -> None:
         """Forward and backward of the nano-batch are under way."""
@@ -96,25 +108,30 @@ class Graphs:
     def forget(self) -> None:
         """Free the graphs' memory; shapes are captured again when they come back."""
         self._captured.clear()
+        # A pool of memory whose graphs are all gone cannot be used again.
+        self._pool = torch.cuda.graph_pool_handle()
 
     def stop(self) -> bool:
         """Free the graphs' memory for good; whether there was any."""
         held = bool(self._captured)
-        self.forget()
-        self._stopped = True
+        if held:
+            self.forget()
+            self._stopped = True
         return held
 
     def give_up(self, key: Hashable) -> None:
         """Never capture this shape."""
         self._launches[key] = Launches(seconds=[(0.0, 1.0)] * 2)
 
-    def _start_clock(self, key: Hashable) -> None:
+    def _start_clock(self, key: Hashable) -> bool:
+        """Unless the shape is decided already."""
         launches = self._launches.setdefault(key, Launches())
         if launches.decided:
-            return
+            return False
         first = torch.cuda.Event(enable_timing=True)
         first.record()
         self._running = (launches, time.perf_counter(), first)
+        return True
 
     def _is_due(self, key: Hashable) -> bool:
         for launches, host, first, last in self._measured:
@@ -127,7 +144,7 @@ class Graphs:
 
     def _try_capture(self, batch: PackedBatch, key: Hashable) -> Captured | None:
         if len(self._captured) >= MOST_GRAPHS:
-            self.forget()
+            del self._captured[next(iter(self._captured))]
         try:
             captured = self._capture(batch)
         except Exception as error:
@@ -137,7 +154,7 @@ class Graphs:
             torch.cuda.empty_cache()
             return None
         self.captures += 1
-        self._captured[key] = captured
+        self._stopped = self.captures >= MOST_CAPTURES
         return captured
 
     def _capture(self, batch: PackedBatch) -> Captured:

@@ -78,6 +78,7 @@ class RankRows:
         self.allocator = RowAllocator(capacity)
         self.tensors = RowViews(*(torch.zeros(capacity, width, device=device) for _ in range(4)))
         self.operand = self.value.to(operand_dtype)
+        self.growths = 0
 
     @property
     def value(self) -> torch.Tensor:
@@ -124,10 +125,12 @@ class RankRows:
             larger[:old] = tensor.detach()
             return larger.requires_grad_(tensor.requires_grad)
 
-        had_copy = self.has_copy
-        self.tensors = RowViews(*map(grown, self.tensors))
-        self.operand = grown(self.operand) if had_copy else self.value
+        # All of them before any is taken: there may be no room for the last.
+        tensors = RowViews(*map(grown, self.tensors))
+        self.operand = grown(self.operand) if self.has_copy else tensors.value
+        self.tensors = tensors
         self.allocator.grow(capacity)
+        self.growths += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +177,7 @@ class GroupPool:
         ranks = tuple(0 if pair is None else len(pair.a) for pair in pairs)
         if not any(ranks):
             return
-        a_row = self.a.claim(sum(ranks))
-        b_rows = []
-        for pair, rows in zip(pairs, self.b, strict=True):
-            b_rows.append(0 if pair is None else rows.claim(len(pair.a)))
-        self.slots[job] = Slot(a_row, ranks, tuple(b_rows))
+        self.slots[job] = self._claim(ranks)
         for pair, views in zip(pairs, self._pairs_of(job), strict=True):
             if pair is not None and views is not None:
                 a, b = views
@@ -188,6 +187,21 @@ class GroupPool:
         self.a.refresh(slot.a_row, sum(slot.ranks))
         for rows, rank, b_row in zip(self.b, slot.ranks, slot.b_rows, strict=True):
             rows.refresh(b_row, rank)
+
+    def _claim(self, ranks: tuple[int, ...]) -> Slot:
+        """Raises, with nothing claimed, if a pool cannot grow."""
+        a_row = self.a.claim(sum(ranks))
+        b_rows: list[int] = []
+        try:
+            for rank, rows in zip(ranks, self.b, strict=True):
+                b_rows.append(rows.claim(rank) if rank else 0)
+        except BaseException:
+            self.a.release(a_row, sum(ranks))
+            for b_row, rank, rows in zip(b_rows, ranks, self.b, strict=False):
+                if rank:
+                    rows.release(b_row, rank)
+            raise
+        return Slot(a_row, ranks, tuple(b_rows))
 
     @torch.no_grad()
     def detach(self, job: str) -> None:

@@ -89,8 +89,11 @@ class Routing:
         return self._lengths
 
     @property
-    def shape(self) -> tuple[object, ...]:
-        """All of a nano-batch that decides which kernels run, on a device."""
+    def shape(self) -> tuple[object, ...] | None:
+        """All of a nano-batch that decides which kernels run, on a device. None if it is more than
+        that: a table is read on the host, and its segments decide."""
+        if any(s.pools[0].slots and self.route(s.pools[0]).is_table for s in self._sharing):
+            return None
         layouts = [int(self.route(sharing.pools[0]).layout) for sharing in self._sharing]
         pools = [tuple(map(id, sharing.pools)) for sharing in self._sharing]
         sizes = (len(self.rows), len(self.boundaries), self.longest.shape[1])

@@ -70,7 +70,7 @@ class SuperModel:
         self._groups: list[SharedInput] = []
         self._head: PlainHead | None = None
         self._graphs: Graphs | None = None
-        self._addresses = 0
+        self._growths = 0
         self._pools_moved = True
         self.head_tile_rows = 0
         """Rows of a product of the head where bits count, or 0 for as many as usual."""
@@ -148,8 +148,13 @@ class SuperModel:
             self._check_fits(job, path, pair)
         # First: places must not be trusted after an attach that breaks off either.
         self._forget_places()
-        for pool in self.pools:
-            pool.attach(job, weights)
+        try:
+            for pool in self.pools:
+                pool.attach(job, weights)
+        except BaseException:
+            for pool in self.pools:
+                pool.detach(job)
+            raise
         self.scalings[job] = Scaling(scale, threshold(dropout))
 
     def detach(self, job: str) -> AdapterWeights:
@@ -178,6 +183,8 @@ class SuperModel:
             group.clear()
         if self._pools_moved:
             self._find_pools()
+        if self._graphs is not None:
+            self._graphs.begin()
         with self.routing.entered(batch, self.pools, self.scalings, train=train):
             yield
 
@@ -225,6 +232,11 @@ class SuperModel:
         """CUDA graphs captured so far."""
         return self._graphs.captures if self._graphs else 0
 
+    @property
+    def settled(self) -> bool:
+        """The last nano-batch took the time that its like will take."""
+        return self._graphs is None or self._graphs.settled
+
     def stop_capturing(self) -> bool:
         """Give the memory of captured graphs back; whether there was any."""
         return self._graphs is not None and self._graphs.stop()
@@ -235,6 +247,8 @@ class SuperModel:
             return False
         run_uncompiled(self.model)
         self.routing.compiled = False
+        self.stop_capturing()
+        self._graphs = None
         return True
 
     def check_integrity(self) -> None:
@@ -245,7 +259,10 @@ class SuperModel:
     def _hidden(self, head: PlainHead, batch: PackedBatch) -> torch.Tensor:
         if self._graphs is None or not torch.is_grad_enabled() or not self.jobs:
             return head.hidden(batch.input_ids, batch.position_ids)
-        key = (self._addresses, *self.routing.shape)
+        shape = self.routing.shape
+        if shape is None:
+            return head.hidden(batch.input_ids, batch.position_ids)
+        key = (self._growths, *shape)
         hidden = self._graphs.hidden(batch, key)
         if self.routing.depends_on_lengths:
             self._graphs.give_up(key)
@@ -348,9 +365,9 @@ class SuperModel:
             for each in rows:
                 varies(each.operand, 0)
                 varies(each.grad, 0)
-        addresses = hash(tuple(each.operand.data_ptr() for each in rows))
-        if addresses != self._addresses:
-            self._addresses = addresses
+        growths = sum(each.growths for each in rows)
+        if growths != self._growths:
+            self._growths = growths
             if self._graphs is not None:
                 self._graphs.forget()
         self._pools_moved = False

@@ -73,8 +73,10 @@ def tuning(
     and on a CPU, whose knee is known, unless it was asked for. `fits` tokens have room."""
     chosen = spec.engine.nano_batch_tokens
     wanted = chosen == "tuned" or (chosen == "auto" and device.type == "cuda")
+    if not wanted or spec.engine.isolation == "exact" or device.type not in SMALLEST_TUNED:
+        return None
     low, limit = SMALLEST_TUNED[device.type], min(fits, LARGEST_TUNED[device.type])
-    if not wanted or spec.engine.isolation == "exact" or limit < 2 * low:
+    if limit < 2 * low:
         return None
     sizes = ladder(low, limit)
     return ControllerSettings(

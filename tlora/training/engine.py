@@ -172,7 +172,8 @@ class Engine:
             # Whatever it was, it is undone; who caused it shows when each job runs by itself.
             if is_out_of_memory(error):
                 return self._out_of_memory(composition, jobs, error)
-            if self.super_model.runs_uncompiled(error):
+            # Other bits than were proven are not what an exact run goes on with.
+            if not self.exact and self.super_model.runs_uncompiled(error):
                 return self._uncompiled(jobs, error)
             return self._broken_off(jobs, error)
         tokens = {}
@@ -226,7 +227,7 @@ class Engine:
         self, composition: Composition, outcome: Outcome, *, out_of_memory: bool = False
     ) -> Outcome:
         """Tell the controller, if there is one."""
-        if self._controller is None:
+        if self._controller is None or not (self.super_model.settled or out_of_memory):
             return outcome
         measure = Measure(
             budget=composition.budget,
@@ -275,9 +276,16 @@ class Engine:
                 # A row that can no longer be read: nobody else is held up by it.
                 failures.append(JobFailed(f"step {job.step}: {error}", job=job.name))
                 self.detach(job.name)
-        if due:
-            norms = optimiser.step_jobs(self._rows, due)
-            for each, grad_norm in zip(due, norms.tolist(), strict=True):
+        for together in self._rows.in_calls(due):
+            try:
+                norms = optimiser.step_jobs(self._rows, together).tolist()
+            except (RuntimeError, OverflowError, ValueError, OSError) as error:
+                # A rate beyond what float32 holds, or no room for the lists: before any weight.
+                for each in together:
+                    failures.append(JobFailed(f"step {each.number}: {error}", job=each.job))
+                    self.detach(each.job)
+                continue
+            for each, grad_norm in zip(together, norms, strict=True):
                 try:
                     steps.append(self._jobs[each.job].finish_step(grad_norm))
                 except JobFailed as failure:

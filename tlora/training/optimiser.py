@@ -78,6 +78,13 @@ class PooledRows:
     def of(self, job: str) -> list[RowViews]:
         return list(self.adapters.views(job).values())
 
+    def in_calls(self, due: list[DueStep]) -> list[list[DueStep]]:
+        """All in one call where there is one pass for all; else each by itself, so that what fails
+        one leaves the others alone."""
+        if triton_serves(self.adapters.device):
+            return [due] if due else []
+        return [[each] for each in due]
+
     def work(self) -> tuple[Work, dict[str, int]]:
         """The list, and the slot of each job in it."""
         if self._work is None or self._places != self.adapters.places:
