@@ -47,6 +47,42 @@ def test_a_small_run_gives_a_table_and_a_line_with_all_keys(
     for part in ("fused / PEFT one by one:", "fused / one at a time in the same engine:"):
         assert part in captured.out
     assert "round 1 of 1: fused" in captured.err
+    assert line["complete"] and {each["repeats"] for each in line["arms"].values()} == {1}
+    graphs = line["graphs"]
+    assert graphs["captures"] == graphs["compiled"] == 0 and graphs["warm_up_runs"] == 1
+    assert graphs["attached_detached"] == graphs["attached_detached_unchanged"] > 0
+
+
+def test_arms_that_are_not_asked_for_have_no_row(tlora_command, json_file, capsys) -> None:
+    """Their figures are null, and the note says so; the fused one is always there."""
+    assert tlora_command(*SMALL, "--repeats", "1", "--arms", "own", "--json", str(json_file)) == 0
+    line = json.loads(json_file.read_text().splitlines()[-1])
+    assert list(line["arms"]) == ["fused", "frozen, own"] and line["complete"]
+    assert line["settings"]["arms"] == ["fused", "own"]
+    assert line["one_at_a_time"]["tokens_per_s"] is line["ratio_one_at_a_time"] is None
+    assert line["frozen"]["plain"] is None and line["frozen"]["best"] == line["frozen"]["own"]
+    assert "left out on request: compiled, one-at-a-time, plain, peft" in line["notes"]
+    out = capsys.readouterr().out
+    assert "one at a time, same engine" not in out and "left out on request" in out
+
+
+def test_when_the_time_is_over_the_line_has_what_was_measured(
+    tlora_command, json_file, monkeypatch, capsys
+) -> None:
+    """Loading takes all of it: one run of the fused arm, and notes on the rest."""
+    clock = iter([0.0])
+    monkeypatch.setattr("tlora.runtime.benchmark.bench.time.monotonic", lambda: next(clock, 1e6))
+    assert tlora_command(*SMALL, "--seconds", "60", "--json", str(json_file)) == 0
+    line = json.loads(json_file.read_text().splitlines()[-1])
+    assert set(line) >= FIXED and not line["complete"] and line["repeats"] == 1
+    assert list(line["arms"]) == ["fused"] and line["fused"]["tokens_per_s"] > 0
+    assert line["frozen_fraction"] is line["drift_pct"] is line["attach_ms"] is None
+    assert line["linears"] == [] and line["linears_overhead_pct"] is None
+    assert "time was over: 1 of 5 rounds" in line["notes"]
+    for name in ("frozen, own", "PEFT, packed", "pauses", "single linears"):
+        assert f"{name}: left out, time was over" in line["notes"]
+    out = capsys.readouterr().out
+    assert "1 round of 5" in " ".join(out.split()) and "Note: frozen, own: left out" in out
 
 
 @pytest.mark.parametrize(
@@ -91,7 +127,7 @@ def test_memory_that_runs_out_is_said_with_what_was_under_way(
     def full(*args: object, **options: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("tlora.runtime.benchmark.bench.train_together", full)
+    monkeypatch.setattr("tlora.runtime.benchmark.lineup.train_together", full)
     assert tlora_command(*SMALL) == 2
     error = capsys.readouterr().err
     assert "error: --budget: out of memory (warming up: fused); take fewer tokens" in error

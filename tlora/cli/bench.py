@@ -23,8 +23,8 @@ CLEARED = "\r\x1b[2K"
 """To the start of a terminal's line, with nothing on it."""
 
 
-def listed(numbers: tuple[int, ...]) -> str:
-    return ",".join(map(str, numbers))
+def listed(values: tuple[object, ...]) -> str:
+    return ",".join(map(str, values))
 
 
 def bench(
@@ -49,6 +49,8 @@ def bench(
     device: Annotated[str, typer.Option(help=HELP["device"])] = DEFAULTS.device,
     threads: Annotated[int | None, typer.Option(help=HELP["threads"])] = DEFAULTS.threads,
     dtype: Annotated[str, typer.Option(help=HELP["dtype"])] = DEFAULTS.dtype,
+    arms: Annotated[str, typer.Option(metavar="ARM,..", help=HELP["arms"])] = listed(DEFAULTS.arms),
+    seconds: Annotated[int | None, typer.Option(help=HELP["seconds"])] = DEFAULTS.seconds,
     skip_peft: Annotated[bool, typer.Option("--skip-peft", help=HELP["skip_peft"])] = False,
     skip_compile: Annotated[
         bool, typer.Option("--skip-compile", help=HELP["skip_compile"])
@@ -73,6 +75,8 @@ def bench(
             "device": device,
             "threads": threads,
             "dtype": dtype,
+            "arms": arms,
+            "seconds": seconds,
             "skip_peft": skip_peft,
             "skip_compile": skip_compile,
             "compile_seconds": compile_seconds,
@@ -87,7 +91,8 @@ def bench(
     print_lines([*table.title(result), ""])
     print_figures(table.rates(result))
     print_lines(["", *table.sentences(result), ""])
-    print_figures(table.linears(result))
+    if result.linears:
+        print_figures(table.linears(result))
     line = record.as_line(record.record(result, shlex.join(["tlora", *sys.argv[1:]])))
     if settings.json is None:
         print_lines(["", line])

@@ -9,11 +9,12 @@ from tlora.model.super_model import SuperModel
 from tlora.runtime.benchmark import shapes
 from tlora.runtime.benchmark.arms import (
     Counter,
+    draw_adapters,
     pauses,
     train_one_at_a_time,
     train_together,
 )
-from tlora.runtime.benchmark.peft_arm import PeftJob, batches_of, train_one_by_one
+from tlora.runtime.benchmark.peft_arm import PeftJobs, batches_of, train_one_by_one
 from tlora.runtime.benchmark.phases import Phases, clocked_phases
 from tlora.runtime.benchmark.workload import Workload
 from tlora.training import optimiser
@@ -28,16 +29,20 @@ def test_all_arms_do_equal_work(plain, ours, work) -> None:
     expected = work.of(work.jobs)
     assert train_together(ours, work, work.jobs, BUDGET).done == expected
     assert train_one_at_a_time(ours, work, BUDGET).done == expected
-    base = shapes.twin(plain)
+    peft = PeftJobs(plain, draw_adapters(ours, work.jobs))
     for packed in (False, True):
-        assert train_one_by_one(base, work, packed=packed).done == expected
+        assert train_one_by_one(peft, work, packed=packed).done == expected
     assert not ours.jobs
 
 
 def peft_losses(base, ours: SuperModel, job: JobSpec, rows, *, packed: bool) -> list[float]:
-    adapted = PeftJob(base, job, ours.new_adapter(job))
+    return losses_of(PeftJobs(base, draw_adapters(ours, [job])), job, rows, packed=packed)
+
+
+def losses_of(peft: PeftJobs, job: JobSpec, rows, *, packed: bool) -> list[float]:
+    adapted = peft.start(job)
     losses = [float(adapted.step(batch, packed=packed)) for batch in batches_of(job, rows)]
-    adapted.remove()
+    adapted.stop()
     return losses
 
 
@@ -62,14 +67,47 @@ def test_peft_trains_what_we_train(plain, ours, work, packed) -> None:
     )
 
 
-def test_the_base_is_as_before_after_peft(plain, work) -> None:
-    """No wrapped linear is left behind, and no weight has moved."""
+def test_the_base_is_as_before_after_peft(plain, ours, work) -> None:
+    """No linear is wrapped, and no weight has moved."""
     base = shapes.twin(plain)
     names = [(name, type(module)) for name, module in base.named_modules()]
     before = {name: value.clone() for name, value in base.state_dict().items()}
-    train_one_by_one(base, work, packed=True)
+    train_one_by_one(PeftJobs(base, draw_adapters(ours, work.jobs)), work, packed=True)
     assert [(name, type(module)) for name, module in base.named_modules()] == names
     assert all(value.equal(before[name]) for name, value in base.state_dict().items())
+
+
+def test_what_peft_made_for_a_rank_starts_anew_with_every_job(plain, ours, work) -> None:
+    """Made once for each rank; a job's losses are the same the second time, after another job of
+    its rank. Left as that job left it, they are not."""
+    first, _, other = work.jobs
+    assert first.lora == other.lora
+    peft = PeftJobs(plain, draw_adapters(ours, work.jobs))
+    rows = work.rows[first.name]
+    losses = losses_of(peft, first, rows, packed=True)
+    losses_of(peft, other, work.rows[other.name], packed=True)
+    assert peft.start(first) is peft.start(other) is not peft.start(work.jobs[1])
+    assert losses_of(peft, first, rows, packed=True) == losses
+    adapted = peft.start(first)
+    adapted._load = lambda weights: None  # type: ignore[method-assign]
+    assert losses_of(peft, first, rows, packed=True) == losses
+    assert losses_of(peft, first, rows, packed=True) != losses
+
+
+def test_adapters_are_drawn_once_and_left_as_they_were(ours, work, monkeypatch) -> None:
+    """Every arm copies them: nothing is drawn again, and the second run trains from the start."""
+    adapters = draw_adapters(ours, work.jobs)
+    before = {name: {p: pair.a.clone() for p, pair in w.items()} for name, w in adapters.items()}
+    monkeypatch.setattr(SuperModel, "new_adapter", None)
+    counters = [Counter(), Counter()]
+    for counter in counters:
+        train_together(ours, work, work.jobs, BUDGET, counter, adapters=adapters)
+    assert counters[0].losses == counters[1].losses
+    train_one_at_a_time(ours, work, BUDGET, adapters=adapters)
+    pauses(ours, work, BUDGET, repeats=1, adapters=adapters)
+    for name, weights in adapters.items():
+        for path, pair in weights.items():
+            assert pair.a.equal(before[name][path]) and not pair.b.any()
 
 
 def test_pauses_leave_the_model_empty(ours, work) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tlora.core.errors import SpecError
-from tlora.runtime.benchmark.settings import HELP, Settings, read_lengths, settings_of
+from tlora.runtime.benchmark.settings import ARMS, HELP, Settings, read_lengths, settings_of
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,8 @@ from tlora.runtime.benchmark.settings import HELP, Settings, read_lengths, setti
         ({"batch": "-1"}, "--batch: must be at least 1"),
         ({"jobs": 0}, "--jobs: must be at least 1"),
         ({"repeats": 0}, "--repeats: must be at least 1"),
+        ({"seconds": 0}, "--seconds: must be at least 1"),
+        ({"arms": "fused,frozen"}, "--arms: 'frozen' is none of fused, own, compiled"),
         ({"dropout": 1.0}, "--dropout: must be in [0, 1)"),
         ({"dtype": "int4"}, "--dtype: must be one of auto"),
         ({"lengths": "nowhere.txt"}, "--lengths: 'nowhere.txt' is neither a length nor a file"),
@@ -54,3 +56,17 @@ def test_the_named_lengths_come_with_the_package() -> None:
 def test_every_option_has_a_help_text() -> None:
     """The verb and the module show the same."""
     assert set(HELP) == set(Settings.__slots__)
+
+
+@pytest.mark.parametrize(
+    ("given", "kinds"),
+    [
+        ({}, [*ARMS]),
+        ({"arms": "peft, own"}, ["fused", "own", "peft"]),
+        ({"arms": "own,peft,compiled", "skip_peft": True}, ["fused", "own", "compiled"]),
+        ({"skip_peft": True, "skip_compile": True}, ["fused", "own", "one-at-a-time", "plain"]),
+    ],
+)
+def test_arms_are_those_asked_for_and_not_skipped_in_the_order_of_a_round(given, kinds) -> None:
+    """The fused one is always among them."""
+    assert settings_of(given).kinds == kinds

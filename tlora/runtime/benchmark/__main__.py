@@ -17,6 +17,7 @@ TYPES = {
     "repeats": int,
     "budget": int,
     "threads": int,
+    "seconds": int,
     "compile_seconds": int,
     "dropout": float,
     "json": Path,

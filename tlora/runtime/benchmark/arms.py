@@ -1,15 +1,17 @@
 """Our own engine as a benchmark's arms: all jobs together, and one job at a time.
 
 Both go through the drivers and the loop that `tlora train` uses. Setting adapters up and taking
-them away is outside of the clock here and for PEFT; `pauses` measures it by itself.
+them away is outside of the clock here and for PEFT; `pauses` measures it by itself. New adapters
+are drawn once for a benchmark (`draw_adapters`): in a large model that takes seconds.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tlora.core.errors import JobFailed
 from tlora.core.job import JobSpec
+from tlora.model.adapters import AdapterWeights
 from tlora.model.super_model import SuperModel
 from tlora.runtime.benchmark.machine import now
 from tlora.runtime.benchmark.rounds import Run
@@ -19,6 +21,13 @@ from tlora.training.engine import Engine
 from tlora.training.engine_job import JobState
 from tlora.training.loop import run_jobs
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
+
+Adapters = Mapping[str, AdapterWeights]
+"""The start of each job's adapter, in host memory: attaching copies it."""
+
+
+def draw_adapters(model: SuperModel, jobs: Sequence[JobSpec]) -> Adapters:
+    return {job.name: model.new_adapter(job) for job in jobs}
 
 
 class TimedEngine(Engine):
@@ -67,22 +76,29 @@ def train_together(
     jobs: Sequence[JobSpec],
     budget_tokens: int,
     counter: Counter | None = None,
+    *,
+    adapters: Adapters | None = None,
 ) -> Run:
     """From the first composition to the last step of these jobs."""
     counter = counter or Counter()
+    adapters = adapters or draw_adapters(model, jobs)
     engine = TimedEngine(model, budget_tokens=budget_tokens)
     drivers = [JobDriver(job, work.rows[job.name]) for job in jobs]
     for driver in drivers:
-        driver.attach(engine, model.new_adapter(driver.spec))
+        driver.attach(engine, adapters[driver.name])
     started = now(model.device)
     run_jobs(engine, drivers, counter)
     seconds = now(model.device) - started - engine.detach_seconds
     return Run(seconds, counter.done)
 
 
-def train_one_at_a_time(model: SuperModel, work: Workload, budget_tokens: int) -> Run:
+def train_one_at_a_time(
+    model: SuperModel, work: Workload, budget_tokens: int, *, adapters: Adapters | None = None
+) -> Run:
     """The same jobs in the same engine, each alone."""
-    runs = [train_together(model, work, [job], budget_tokens) for job in work.jobs]
+    runs = [
+        train_together(model, work, [job], budget_tokens, adapters=adapters) for job in work.jobs
+    ]
     return Run(
         sum(run.seconds for run in runs),
         Done(
@@ -101,14 +117,26 @@ class Pauses:
     detach_seconds: float
 
 
-def pauses(model: SuperModel, work: Workload, budget_tokens: int, *, repeats: int = 7) -> Pauses:
+PAUSES = 7
+
+
+def pauses(
+    model: SuperModel,
+    work: Workload,
+    budget_tokens: int,
+    *,
+    repeats: int = PAUSES,
+    adapters: Adapters | None = None,
+) -> Pauses:
     """With all jobs attached, between nano-batches."""
+    adapters = adapters or draw_adapters(model, work.jobs)
     engine = Engine(model, budget_tokens=budget_tokens)
     drivers = [JobDriver(job, work.rows[job.name]) for job in work.jobs]
     for driver in drivers:
-        driver.attach(engine, model.new_adapter(driver.spec))
-    one_more = JobDriver(replace(work.jobs[-1], name="one-more"), work.rows[work.jobs[-1].name])
-    weights = model.new_adapter(one_more.spec)
+        driver.attach(engine, adapters[driver.name])
+    last = work.jobs[-1]
+    one_more = JobDriver(replace(last, name="one-more"), work.rows[last.name])
+    weights = adapters[last.name]
     attach: list[float] = []
     detach: list[float] = []
     for _ in range(repeats + 1):

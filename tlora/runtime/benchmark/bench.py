@@ -1,48 +1,42 @@
 """The whole benchmark: choose what was left open, look before allocating, warm up, measure.
 
-Settings in, a `Result` out; what it looks like is the business of table.py and record.py.
+Settings in, a `Result` out; what it looks like is the business of table.py and record.py. Whatever
+was measured when the time was over is a result.
 """
 
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
-from transformers.modeling_utils import PreTrainedModel
 
 from tlora.core.errors import ModelError, SpecError
 from tlora.model.loading import resolve_device
 from tlora.model.memory import is_out_of_memory
 from tlora.model.super_model import SuperModel
 from tlora.model.targets import choose_targets
-from tlora.runtime.benchmark import frozen, linears, machine, peft_arm, shapes
-from tlora.runtime.benchmark.arms import (
-    Counter,
-    Pauses,
-    pauses,
-    train_one_at_a_time,
-    train_together,
-)
+from tlora.runtime.benchmark import linears, machine, peft_arm, shapes
+from tlora.runtime.benchmark.arms import PAUSES, Pauses, draw_adapters, pauses, train_together
 from tlora.runtime.benchmark.linears import LinearTime
+from tlora.runtime.benchmark.lineup import COMPILED, FUSED, ONE_AT_A_TIME, OWN, PEFT, PLAIN, Lineup
 from tlora.runtime.benchmark.phases import clocked_phases
-from tlora.runtime.benchmark.rounds import Arm, Rounds, run_rounds
-from tlora.runtime.benchmark.settings import NAMED_LENGTHS, Settings, read_lengths
+from tlora.runtime.benchmark.rounds import Rounds, run_rounds
+from tlora.runtime.benchmark.settings import ARMS, NAMED_LENGTHS, Settings, read_lengths
 from tlora.runtime.benchmark.shapes import Shape
+from tlora.runtime.benchmark.steadiness import Graphs
 from tlora.runtime.benchmark.workload import Done, Workload, new_workload
 from tlora.runtime.budget import ON_CPU, ON_CPU_SMALL, ON_CUDA
 from tlora.runtime.environment import quieten_libraries
 
 CLOCKED_RUNS = 3
 
-Say = Callable[[str], None]
+SHARE_OF_ROUNDS = 0.85
+"""Of the time of a benchmark with a limit; pauses, linears and phases are looked at in the rest."""
 
-FUSED = "fused"
-ONE_AT_A_TIME = "one at a time"
-PEFT = {"padded": "PEFT, padded", "packed": "PEFT, packed"}
-PLAIN = {"padded": "frozen, padded", "packed": "frozen, packed"}
-# In the layout that is faster without: compiling takes long.
-COMPILED = {"padded": "frozen, compiled, padded", "packed": "frozen, compiled, packed"}
-OWN = "frozen, own"
+Say = Callable[[str], None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,13 +51,18 @@ class Result:
     nano_batches: int
     """Of one fused run."""
 
+    graphs: Graphs
     engine_overhead_pct: float | None
     linears: list[LinearTime]
-    pauses: Pauses
+    """Empty if there was no time for them."""
+
+    pauses: Pauses | None
     peak_bytes: int | None
     gemm_flops_per_s: float
     copy_bytes_per_s: float
     notes: list[str]
+    complete: bool
+    """Neither time nor memory ran out."""
 
     def rate(self, *arms: str) -> float | None:
         """Of the fastest of these; None if none of them ran."""
@@ -78,33 +77,29 @@ class Result:
         return self.required_rate(FUSED)
 
     @property
-    def one_at_a_time(self) -> float:
-        return self.required_rate(ONE_AT_A_TIME)
+    def one_at_a_time(self) -> float | None:
+        return self.rate(ONE_AT_A_TIME)
 
     @property
     def peft(self) -> float | None:
         return self.rate(*PEFT.values())
 
     @property
-    def frozen(self) -> float:
+    def frozen(self) -> float | None:
         """The fastest frozen backbone."""
-        return max(
-            self.work.tokens / self.rounds.median(arm)
-            for arm in (*PLAIN.values(), *COMPILED.values(), OWN)
-            if arm in self.rounds.seconds
-        )
+        return self.rate(*PLAIN.values(), *COMPILED.values(), OWN)
 
     @property
     def ratio_peft(self) -> float | None:
         return self.fused / self.peft if self.peft else None
 
     @property
-    def ratio_one_at_a_time(self) -> float:
-        return self.fused / self.one_at_a_time
+    def ratio_one_at_a_time(self) -> float | None:
+        return self.fused / self.one_at_a_time if self.one_at_a_time else None
 
     @property
-    def frozen_fraction(self) -> float:
-        return self.fused / self.frozen
+    def frozen_fraction(self) -> float | None:
+        return self.fused / self.frozen if self.frozen else None
 
     @property
     def step_ms(self) -> float:
@@ -139,6 +134,8 @@ def run_benchmark(settings: Settings, say: Say) -> Result:
 
 
 def _run(settings: Settings, say: Say) -> Result:
+    started = time.monotonic()
+    seconds = settings.seconds or float("inf")
     quieten_libraries()
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -154,37 +151,78 @@ def _run(settings: Settings, say: Say) -> Result:
     gemm, copies = machine.gemm_flops_per_s(device, shape.dtype), machine.copy_bytes_per_s(device)
 
     say("warming up: fused")
-    counter = Counter()
     with machine.peak_memory(device) as peak:
         # Rows for all jobs and one more, so that no pool grows under the clock.
         reserve = total_rank + max(job.lora.r for job in work.jobs)
         compiled = device.type == "cuda" and not settings.skip_compile
         ours = SuperModel(shapes.twin(model), reserve_rows=reserve, compiled=compiled)
-        train_together(ours, work, work.jobs, settings.budget, counter)
-    arms, notes = warm_arms(settings, model, ours, work, say)
+        lineup = Lineup(
+            settings=settings,
+            model=model,
+            ours=ours,
+            work=work,
+            adapters=draw_adapters(ours, work.jobs),
+            graphs=Graphs(ours),
+            until=started + SHARE_OF_ROUNDS * seconds,
+        )
+        lineup.warm_fused()
+    kinds, notes = chosen_kinds(settings)
+    arms = lineup.arms(kinds)
     whole, tokens = work.of(work.jobs), Done(work.tokens, len(work.sequences), steps=0)
     rounds = run_rounds(
         arms,
         repeats=settings.repeats,
         expected={name: tokens if name.startswith("frozen") else whole for name in arms},
         say=say,
+        until=lineup.until,
     )
+    notes += rounds.notes
+    complete = rounds.complete
 
-    say("the engine's own work, single linears, pauses")
+    def in_time(what: str, measure: Callable[[], T]) -> T | None:
+        nonlocal complete
+        reason = "time was over"
+        if time.monotonic() < started + seconds:
+            say(what)
+            try:
+                return measure()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = "out of memory"
+        notes.append(f"{what}: left out, {reason}")
+        complete = False
+        return None
+
+    def watched_pauses() -> Pauses:
+        with lineup.graphs.watched(len(work.jobs) + PAUSES + 1):
+            return pauses(ours, work, lineup.budget, adapters=lineup.adapters)
+
+    def times_of_linears() -> list[LinearTime]:
+        return linears.measure(
+            ours,
+            work,
+            budget_tokens=lineup.budget,
+            copy_bytes_per_s=copies,
+            adapters=lineup.adapters,
+        )
+
     return Result(
         settings=settings,
         shape=shape,
         device=device,
         work=work,
         rounds=rounds,
-        nano_batches=counter.nano_batches,
-        engine_overhead_pct=engine_overhead_pct(ours, work, settings.budget),
-        linears=linears.measure(ours, work, budget_tokens=settings.budget, copy_bytes_per_s=copies),
-        pauses=pauses(ours, work, settings.budget),
+        nano_batches=lineup.nano_batches,
+        pauses=in_time("pauses", watched_pauses),
+        linears=in_time("single linears", times_of_linears) or [],
+        engine_overhead_pct=in_time("the engine's own work", lambda: engine_overhead_pct(lineup)),
+        graphs=lineup.graphs,
         peak_bytes=peak.bytes,
         gemm_flops_per_s=gemm,
         copy_bytes_per_s=copies,
         notes=notes,
+        complete=complete,
     )
 
 
@@ -236,61 +274,32 @@ def workload_for(settings: Settings, shape: Shape) -> Workload:
     return work
 
 
-def warm_arms(
-    settings: Settings, model: PreTrainedModel, ours: SuperModel, work: Workload, say: Say
-) -> tuple[dict[str, Arm], list[str]]:
-    """All arms in the order of a round, each run before; and why any is left out."""
-    assert settings.budget
-    budget = settings.budget
-    notes: list[str] = []
-    arms: dict[str, Arm] = {
-        FUSED: lambda: train_together(ours, work, work.jobs, budget),
-        ONE_AT_A_TIME: lambda: train_one_at_a_time(ours, work, budget),
-    }
-    if settings.skip_peft:
-        notes.append("PEFT was left out on request")
-    elif not peft_arm.is_available():
+def chosen_kinds(settings: Settings) -> tuple[list[str], list[str]]:
+    """What there is to run of what was asked for, and notes on the rest."""
+    kinds, notes = list(settings.kinds), []
+    left_out = [kind for kind in ARMS if kind not in kinds]
+    if left_out:
+        notes.append(f"left out on request: {', '.join(left_out)}")
+    if "peft" in kinds and not peft_arm.is_available():
+        kinds.remove("peft")
         notes.append("PEFT is not installed, so its row is left out: pip install peft")
-    else:
-        base = shapes.twin(model)
-        for how, name in PEFT.items():
-            arms[name] = peft_one_by_one(base, work, packed=how == "packed")
-    arms[OWN] = frozen.OwnFrozen(ours, work, budget)
-    plain = shapes.twin(model)
-    for how, name in PLAIN.items():
-        arms[name] = frozen.PlainFrozen(plain, work, budget, packed=how == "packed")
-    for name, arm in arms.items():
-        # It has run already, to see what memory it takes.
-        if name != FUSED:
-            say(f"warming up: {name}")
-            arm()
-    if not settings.skip_compile:
-        how = min(PLAIN, key=lambda how: arms[PLAIN[how]]().seconds)
-        say(f"compiling the frozen layers, {settings.compile_seconds} s at most")
-        twin = shapes.twin(model)
-        arm = frozen.PlainFrozen(twin, work, budget, packed=how == "packed")
-        reason = frozen.why_not_compiled(
-            twin, arm, settings.compile_seconds, dynamic=arm.shapes_vary
-        )
-        if reason is None:
-            arms[COMPILED[how]] = arm
-        else:
-            notes.append(f"frozen, compiled: {reason}")
-    return arms, notes
+    return kinds, notes
 
 
-def engine_overhead_pct(model: SuperModel, work: Workload, budget_tokens: int) -> float | None:
+def engine_overhead_pct(lineup: Lineup) -> float | None:
     """The median of a few runs; None if the engine no longer calls what the clocks are put on."""
     shares: list[float] = []
     for _ in range(CLOCKED_RUNS):
-        with clocked_phases(model) as phases:
-            run = train_together(model, work, work.jobs, budget_tokens)
+        with clocked_phases(lineup.ours) as phases:
+            run = train_together(
+                lineup.ours,
+                lineup.work,
+                lineup.work.jobs,
+                lineup.budget,
+                adapters=lineup.adapters,
+            )
         share = phases.overhead_pct(run.seconds)
         if share is None:
             return None
         shares.append(share)
     return statistics.median(shares)
-
-
-def peft_one_by_one(base: PreTrainedModel, work: Workload, *, packed: bool) -> Arm:
-    return lambda: peft_arm.train_one_by_one(base, work, packed=packed)

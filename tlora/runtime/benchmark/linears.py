@@ -17,6 +17,7 @@ from tlora.model.linear import Linear
 from tlora.model.packing import PackedBatch, Share, pack
 from tlora.model.super_model import SuperModel
 from tlora.model.targets import Target
+from tlora.runtime.benchmark.arms import Adapters, draw_adapters
 from tlora.runtime.benchmark.machine import median_seconds
 from tlora.runtime.benchmark.workload import Workload
 
@@ -42,21 +43,29 @@ def adapter_bytes(tokens: int, in_features: int, out_features: int, itemsize: in
     return tokens * itemsize * (2 * in_features + out_features)
 
 
-def overhead_pct(times: Sequence[LinearTime]) -> float:
-    """Over the frozen linears, all groups of the model together."""
+def overhead_pct(times: Sequence[LinearTime]) -> float | None:
+    """Over the frozen linears, all groups of the model together; None if none were measured."""
+    if not times:
+        return None
     frozen = sum(each.count * each.ms_frozen for each in times)
     fused = sum(each.count * each.ms_fused for each in times)
     return (fused / frozen - 1) * 100
 
 
 def measure(
-    model: SuperModel, work: Workload, *, budget_tokens: int, copy_bytes_per_s: float
+    model: SuperModel,
+    work: Workload,
+    *,
+    budget_tokens: int,
+    copy_bytes_per_s: float,
+    adapters: Adapters | None = None,
 ) -> list[LinearTime]:
     """Jobs are attached for this and detached again."""
+    adapters = adapters or draw_adapters(model, work.jobs)
     for job in work.jobs:
         model.attach(
             job.name,
-            model.new_adapter(job),
+            adapters[job.name],
             scale=job.lora.scale,
             dropout=job.lora.lora_dropout,
         )

@@ -2,21 +2,23 @@
 
 A warm process, the base loaded once, batches sorted by length and either padded or packed, the same
 precision, threads, data and optimiser. Padding is at the end and causal attention never looks
-ahead, so padded batches need no mask, which is the faster way. Making and removing adapters is
-outside of the clock, as it is for us.
+ahead, so padded batches need no mask, which is the faster way. Setting adapters up is outside of
+the clock, as it is for us; what PEFT has made for a rank is kept and filled anew for the next job
+of that rank, for making it takes longer than training in a large model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from tlora.core.job import JobSpec
+from tlora.core.job import JobSpec, LoraSpec
 from tlora.core.sequence import IGNORED, TokenSequence
 from tlora.model.adapters import AdapterWeights
 from tlora.runtime.benchmark.machine import now
 from tlora.runtime.benchmark.rounds import Run
+from tlora.runtime.benchmark.shapes import twin
 from tlora.runtime.benchmark.workload import Done, Workload
 
 
@@ -28,11 +30,29 @@ def is_available() -> bool:
     return True
 
 
-def train_one_by_one(base: PreTrainedModel, work: Workload, *, packed: bool) -> Run:
+class PeftJobs:
+    """Adapted models over one base, one for each kind of adapter; the base stays as it is."""
+
+    def __init__(self, base: PreTrainedModel, adapters: Mapping[str, AdapterWeights]) -> None:
+        self.base = base
+        self._adapters = adapters
+        self._made: dict[LoraSpec, PeftJob] = {}
+
+    def start(self, job: JobSpec) -> "PeftJob":
+        """As if it had just been made."""
+        if job.lora not in self._made:
+            self._made[job.lora] = PeftJob(twin(self.base), job)
+        adapted = self._made[job.lora]
+        adapted.start(job, self._adapters[job.name])
+        return adapted
+
+
+def train_one_by_one(jobs: PeftJobs, work: Workload, *, packed: bool) -> Run:
+    base = jobs.base
     seconds = 0.0
     tokens = sequences = steps = 0
     for job in work.jobs:
-        adapted = PeftJob(base, job)
+        adapted = jobs.start(job)
         batches = batches_of(job, work.rows[job.name])
         started = now(base.device)
         for batch in batches:
@@ -41,7 +61,7 @@ def train_one_by_one(base: PreTrainedModel, work: Workload, *, packed: bool) -> 
             sequences += len(batch)
             steps += 1
         seconds += now(base.device) - started
-        adapted.remove()
+        adapted.stop()
     return Run(seconds, Done(tokens, sequences, steps))
 
 
@@ -54,11 +74,9 @@ def batches_of(job: JobSpec, rows: Sequence[TokenSequence]) -> list[list[TokenSe
 
 
 class PeftJob:
-    """One adapter on the base, with its optimiser."""
+    """One adapter on a model that is its own, with its optimiser."""
 
-    def __init__(
-        self, base: PreTrainedModel, job: JobSpec, weights: AdapterWeights | None = None
-    ) -> None:
+    def __init__(self, base: PreTrainedModel, job: JobSpec) -> None:
         from peft import LoraConfig, get_peft_model
 
         config = LoraConfig(
@@ -75,9 +93,13 @@ class PeftJob:
         for name, module in self.model.named_modules():
             if name.rpartition(".")[2] == "lora_dropout":
                 module.train()
-        if weights is not None:
-            self._load(weights)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimiser: torch.optim.Optimizer | None = None
+        self.max_grad_norm: float | None = None
+
+    def start(self, job: JobSpec, weights: AdapterWeights) -> None:
+        """A job of the same kind of adapter begins."""
+        self._load(weights)
         train = job.train
         self.max_grad_norm = train.max_grad_norm
         self.optimiser = torch.optim.AdamW(
@@ -91,6 +113,7 @@ class PeftJob:
 
     def step(self, batch: list[TokenSequence], *, packed: bool) -> torch.Tensor:
         """One optimiser step; the loss stays on the device."""
+        assert self.optimiser is not None, "no job has begun"
         inputs = packed_inputs(batch) if packed else padded_inputs(batch)
         inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         loss = self.model(**inputs, use_cache=False).loss
@@ -101,9 +124,9 @@ class PeftJob:
         self.optimiser.zero_grad()
         return loss.detach()
 
-    def remove(self) -> None:
-        """The base is as it was before."""
-        self.model.unload()
+    def stop(self) -> None:
+        """The optimiser's memory is given back."""
+        self.optimiser = None
 
     @torch.no_grad()
     def _load(self, weights: AdapterWeights) -> None:

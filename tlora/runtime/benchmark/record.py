@@ -1,6 +1,7 @@
 """The JSON line of a benchmark, and where it came from."""
 
 import json
+import os
 import platform
 import subprocess
 from importlib import metadata
@@ -10,8 +11,9 @@ import torch
 
 import tlora
 from tlora.core.errors import SpecError
-from tlora.runtime.benchmark.bench import COMPILED, OWN, PLAIN, Result
+from tlora.runtime.benchmark.bench import Result
 from tlora.runtime.benchmark.linears import LinearTime, overhead_pct
+from tlora.runtime.benchmark.lineup import COMPILED, OWN, PLAIN
 from tlora.runtime.benchmark.machine import device_name
 
 PACKAGE = Path(tlora.__file__).parent
@@ -19,7 +21,8 @@ PACKAGE = Path(tlora.__file__).parent
 
 def record(result: Result, command: str) -> dict[str, object]:
     """The keys that are fixed for `bench`, and more beside them."""
-    settings, rounds = result.settings, result.rounds
+    settings, rounds, graphs = result.settings, result.rounds, result.graphs
+    pauses = result.pauses
     return {
         "v": 1,
         "kind": "bench",
@@ -39,7 +42,11 @@ def record(result: Result, command: str) -> dict[str, object]:
             "dtype": str(result.shape.dtype).removeprefix("torch."),
             "threads": settings.threads,
             "tokens": result.work.tokens,
+            "repeats": settings.repeats,
+            "seconds": settings.seconds,
+            "arms": settings.kinds,
         },
+        "complete": result.complete,
         "frozen": {
             "plain": rounded(result.rate(*PLAIN.values())),
             "compiled": rounded(result.rate(*COMPILED.values())),
@@ -59,19 +66,28 @@ def record(result: Result, command: str) -> dict[str, object]:
         "engine_overhead_pct": rounded(result.engine_overhead_pct, 2),
         "linears": [linear(each) for each in result.linears],
         "linears_overhead_pct": rounded(overhead_pct(result.linears), 1),
-        "attach_ms": rounded(result.pauses.attach_seconds * 1e3, 3),
-        "detach_ms": rounded(result.pauses.detach_seconds * 1e3, 3),
+        "attach_ms": rounded(pauses and pauses.attach_seconds * 1e3, 3),
+        "detach_ms": rounded(pauses and pauses.detach_seconds * 1e3, 3),
         "peak_bytes": result.peak_bytes,
         "mfu": rounded(result.mfu, 4),
         "gemm_tflops": rounded(result.gemm_flops_per_s / 1e12, 6),
         "copy_gb_per_s": rounded(result.copy_bytes_per_s / 1e9, 1),
-        "repeats": settings.repeats,
+        "graphs": {
+            "captures": graphs.captures,
+            "compiled": graphs.compiled,
+            "warm_up_runs": graphs.warm_up_runs,
+            # Each of these jobs was attached, trained and detached.
+            "attached_detached": graphs.jobs,
+            "attached_detached_unchanged": graphs.jobs_unchanged,
+        },
+        "repeats": rounds.repeats,
         "noise_pct": rounded(rounds.noise_pct),
         "drift_pct": rounded(rounds.drift_pct),
         "arms": {
             name: {
                 "tokens_per_s": rounded(result.work.tokens / rounds.median(name)),
                 "spread_pct": rounded(rounds.spread_pct(name)),
+                "repeats": len(rounds.seconds[name]),
             }
             for name in rounds.seconds
         },
@@ -114,7 +130,8 @@ def as_line(fields: dict[str, object]) -> str:
 
 
 def commit() -> str | None:
-    """Of the checkout that the package runs from; None if it was installed from elsewhere."""
+    """Of the checkout that the package runs from. Where there is none, what TLORA_COMMIT says: a
+    copy of the files on another machine has no history. None if nobody knows."""
 
     def git(*args: str) -> str | None:
         try:
@@ -126,9 +143,10 @@ def commit() -> str | None:
         return done.stdout.strip() if done.returncode == 0 else None
 
     # A virtual environment may lie inside of somebody else's repository.
-    if git("ls-files", "--error-unmatch", "__init__.py") is None:
-        return None
-    return git("describe", "--always", "--dirty", "--exclude=*")
+    found = None
+    if git("ls-files", "--error-unmatch", "__init__.py") is not None:
+        found = git("describe", "--always", "--dirty", "--exclude=*")
+    return found or os.environ.get("TLORA_COMMIT") or None
 
 
 def versions() -> dict[str, str | None]:

@@ -13,6 +13,9 @@ from tlora.core.errors import SpecError
 
 NAMED_LENGTHS = "short_mixed"
 SHAPES = ("llama-8b", "llama-1b", "demo")
+ARMS = ("fused", "own", "compiled", "one-at-a-time", "plain", "peft")
+"""In the order of a round."""
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 HELP = {
@@ -32,8 +35,13 @@ HELP = {
     "threads": "CPU threads. Default: as many as torch takes.",
     "dtype": "Number format of the frozen weights: auto, float32, bfloat16 or float16. auto: "
     "a model's own; for the llama shapes bfloat16 on CUDA, else float32.",
+    "arms": "What to measure: fused, own (our backbone with no adapters), compiled (the frozen "
+    "backbone with compiled layers), one-at-a-time, plain (the frozen backbone as it is), peft. "
+    "fused is always measured.",
+    "seconds": "Begin nothing more after so many seconds, and report what was measured by then. "
+    "Default: no limit.",
     "skip_peft": "Leave PEFT out.",
-    "skip_compile": "Do not try compiled layers for the frozen backbone.",
+    "skip_compile": "No compiled layers: not for the frozen backbone, and not for ours on CUDA.",
     "compile_seconds": "Give compiling up after so many seconds.",
 }
 
@@ -55,12 +63,14 @@ class Settings:
     device: str = "auto"
     threads: int | None = None
     dtype: str = "auto"
+    arms: tuple[str, ...] = ARMS
+    seconds: int | None = None
     skip_peft: bool = False
     skip_compile: bool = False
     compile_seconds: int = 180
 
     def __post_init__(self) -> None:
-        for name in ("jobs", "steps", "repeats", "budget", "threads", "compile_seconds"):
+        for name in ("jobs", "steps", "repeats", "budget", "threads", "seconds", "compile_seconds"):
             value = getattr(self, name)
             require(value is None or value >= 1, name, f"must be at least 1, got {value}")
         for name in ("ranks", "batch"):
@@ -70,6 +80,9 @@ class Settings:
         require(
             self.dtype in DTYPES, "dtype", f"must be one of {', '.join(DTYPES)}, got {self.dtype}"
         )
+        for name in self.arms:
+            known = ", ".join(ARMS)
+            require(name in ARMS, "arms", f"'{name}' is none of {known}")
         if self.shape is not None:
             check_shape(self.shape)
         if self.lengths is not None:
@@ -77,6 +90,13 @@ class Settings:
         if self.json is not None:
             parent = self.json.expanduser().parent
             require(parent.is_dir(), "json", f"there is no directory {parent}")
+
+    @property
+    def kinds(self) -> list[str]:
+        """Arms to run, in the order of a round."""
+        skipped = {"peft"} if self.skip_peft else set()
+        skipped |= {"compiled"} if self.skip_compile else set()
+        return [arm for arm in ARMS if arm == "fused" or (arm in self.arms and arm not in skipped)]
 
 
 def require(condition: bool, name: str, message: str) -> None:
@@ -89,11 +109,13 @@ def flag(name: str) -> str:
 
 
 def settings_of(given: Mapping[str, object]) -> Settings:
-    """From an option each; `ranks` and `batch` may be texts such as `4,8`."""
+    """From an option each; `ranks`, `batch` and `arms` may be texts such as `4,8`."""
     values = dict(given)
     for name in ("ranks", "batch"):
         if isinstance(text := values.get(name), str):
             values[name] = whole_numbers(name, text)
+    if isinstance(text := values.get("arms"), str):
+        values["arms"] = tuple(part.strip() for part in text.split(","))
     return Settings(**values)  # type: ignore[arg-type]
 
 

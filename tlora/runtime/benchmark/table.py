@@ -4,8 +4,9 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tlora.runtime.benchmark.bench import COMPILED, FUSED, ONE_AT_A_TIME, OWN, PEFT, PLAIN, Result
+from tlora.runtime.benchmark.bench import Result
 from tlora.runtime.benchmark.linears import overhead_pct
+from tlora.runtime.benchmark.lineup import COMPILED, FUSED, ONE_AT_A_TIME, OWN, PEFT, PLAIN
 from tlora.runtime.benchmark.machine import device_name
 
 WIDTH = 80
@@ -35,7 +36,10 @@ class Table:
 
 def title(result: Result) -> list[str]:
     settings, work = result.settings, result.work
-    rounds = "1 round" if settings.repeats == 1 else f"{settings.repeats} rounds"
+    done = result.rounds.repeats
+    rounds = "1 round" if done == 1 else f"{done} rounds"
+    if done < settings.repeats:
+        rounds += f" of {settings.repeats}"
     steps = "1 step" if settings.steps == 1 else f"{settings.steps} steps"
     dtype = str(result.shape.dtype).removeprefix("torch.")
     ranks, batch = (",".join(map(str, each)) for each in (settings.ranks, settings.batch))
@@ -61,8 +65,9 @@ def rates(result: Result) -> Table:
             (
                 label + which,
                 f"{rate:,.0f}",
-                f"{rate / result.frozen:.2f}",
+                f"{rate / result.frozen:.2f}" if result.frozen else "-",
                 f"{result.rounds.spread_pct(best):.0f} %",
+                str(len(result.rounds.seconds[best])),
             )
         )
 
@@ -72,7 +77,7 @@ def rates(result: Result) -> Table:
     add("frozen, plain", *PLAIN.values())
     add("frozen, layers compiled", *COMPILED.values())
     add("frozen, our backbone", OWN)
-    return Table(("", "tokens/s", "of frozen", "spread"), rows)
+    return Table(("", "tokens/s", "of frozen", "spread", "runs"), rows)
 
 
 def linears(result: Result) -> Table:
@@ -100,40 +105,60 @@ def sentences(result: Result) -> list[str]:
             f"fused / PEFT one by one: {result.ratio_peft:.2f}x. The same jobs with PEFT, one "
             "after another, in the better of padded and packed batches."
         )
-    found += [
-        f"fused / one at a time in the same engine: {result.ratio_one_at_a_time:.2f}x. What fusing "
-        "gives by itself; what is left of a gain over PEFT is the engine's.",
-        f"fused / frozen backbone: {result.frozen_fraction:.2f}. The fastest pass over the same "
-        "tokens with no adapters is 1; what is missing is what the adapters cost.",
-    ]
+    if result.ratio_one_at_a_time is not None:
+        found.append(
+            f"fused / one at a time in the same engine: {result.ratio_one_at_a_time:.2f}x. What "
+            "fusing gives by itself; what is left of a gain over PEFT is the engine's."
+        )
+    if result.frozen_fraction is not None:
+        found.append(
+            f"fused / frozen backbone: {result.frozen_fraction:.2f}. The fastest pass over the "
+            "same tokens with no adapters is 1; what is missing is what the adapters cost."
+        )
     overhead = result.engine_overhead_pct
     if overhead is not None:
         found.append(
             f"Engine overhead: {overhead:.1f} % of the fused time is neither forward, backward nor "
             "optimiser."
         )
-    found += [
-        f"Adapters on the linears: {overhead_pct(result.linears):+.0f} % over the frozen ones; the "
-        f"floor is what {result.copy_bytes_per_s / 1e9:,.0f} GB/s of copying allows.",
+    if result.linears:
+        found.append(
+            f"Adapters on the linears: {overhead_pct(result.linears):+.0f} % over the frozen ones; "
+            f"the floor is what {result.copy_bytes_per_s / 1e9:,.0f} GB/s of copying allows."
+        )
+    found.append(
         f"Model FLOPs: {result.mfu:.0%} of a large product's "
         f"{result.gemm_flops_per_s / 1e9:,.0f} GFLOP/s. A nano-batch takes "
-        f"{result.step_ms:,.1f} ms{_peak(result)}.",
-        f"Attaching one more job pauses the others for "
-        f"{result.pauses.attach_seconds * 1e3:,.1f} ms, detaching it for "
-        f"{result.pauses.detach_seconds * 1e3:,.1f} ms.",
-        _noise(result),
-        *(f"Note: {note}." for note in result.notes),
-    ]
+        f"{result.step_ms:,.1f} ms{_peak(result)}."
+    )
+    if result.pauses is not None:
+        found.append(
+            f"Attaching one more job pauses the others for "
+            f"{result.pauses.attach_seconds * 1e3:,.1f} ms, detaching it for "
+            f"{result.pauses.detach_seconds * 1e3:,.1f} ms."
+        )
+    found += _graphs(result)
+    found += [_noise(result), *(f"Note: {note}." for note in result.notes)]
     return [line for text in found for line in wrapped(text)]
 
 
+def _graphs(result: Result) -> list[str]:
+    graphs = result.graphs
+    if not graphs.captures and not graphs.compiled:
+        return []
+    return [
+        f"{graphs.compiled} graphs compiled and {graphs.captures} captured; of {graphs.jobs} jobs "
+        f"that came and went under the clock, {graphs.jobs_unchanged} did so with no new one."
+    ]
+
+
 def _noise(result: Result) -> str:
-    noise = result.rounds.noise_pct
-    if noise is None:
+    noise, drift = result.rounds.noise_pct, result.rounds.drift_pct
+    if noise is None or drift is None:
         return "One round shows no noise: take --repeats 5 for figures to rely on."
     return (
         f"The largest spread of an arm is {noise:.0f} %, the drift within a round "
-        f"{result.rounds.drift_pct:+.0f} %: smaller differences say nothing."
+        f"{drift:+.0f} %: smaller differences say nothing."
     )
 
 
@@ -154,6 +179,6 @@ def text(result: Result) -> list[str]:
         title(result),
         rates(result).lines(),
         sentences(result),
-        linears(result).lines(),
+        linears(result).lines() if result.linears else [],
     )
-    return [line for part in parts for line in [*part, ""]]
+    return [line for part in parts if part for line in [*part, ""]]

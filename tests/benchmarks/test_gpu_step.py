@@ -1,0 +1,33 @@
+"""The script that measures a steady step, on a CPU and a tiny model: it says all that it should."""
+
+import importlib
+import json
+
+import pytest
+
+
+@pytest.mark.slow
+def test_every_budget_gives_a_line_with_all_figures(run_script, tmp_path) -> None:
+    """But for compiled layers and kernels, which need a device."""
+    found = run_script(
+        "gpu_step", "--shape", "tiny", "--layers", "1", "--budgets", "512,256", "--lengths", "32",
+        "--rounds", "2", "--dropout", "0.1",
+    )  # fmt: skip
+    lines = [json.loads(line) for line in (tmp_path / "line.jsonl").read_text().splitlines()]
+    assert [line["budget"] for line in lines] == [512, 256] and lines[-1] == found
+    for line in lines:
+        assert line["complete"] and line["came_back_unchanged"] == 8
+        # All jobs have work in every step, and the nano-batch is full.
+        assert line["tokens"] == line["budget"] and len(line["steps_ms"]) == 4
+        assert line["frozen_fraction"] == pytest.approx(
+            line["tokens_per_s"] / line["frozen"]["own"], rel=1e-3
+        )
+        assert line["kernels"]["ms"] > 0 and line["frozen_kernels"]["top"]
+
+
+def test_kernels_of_adapters_are_told_from_those_of_torch(run_script) -> None:
+    """torch has a reduce_kernel too."""
+    lora = importlib.import_module("gpu_step").LORA
+    assert all(map(lora.fullmatch, ["shrink_kernel", "reduce_kernel", "expand_kernel_0"]))
+    for other in ("at::native::reduce_kernel<512, 1>", "softmax_kernel", "step_kernel"):
+        assert not lora.fullmatch(other)

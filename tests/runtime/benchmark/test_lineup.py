@@ -1,0 +1,61 @@
+"""The arms of a benchmark and their order."""
+
+import pytest
+
+from tlora.runtime.benchmark.arms import draw_adapters
+from tlora.runtime.benchmark.lineup import COMPILED, FUSED, NAMES, ONE_AT_A_TIME, OWN, PLAIN, Lineup
+from tlora.runtime.benchmark.rounds import LeftOut
+from tlora.runtime.benchmark.settings import ARMS, Settings
+from tlora.runtime.benchmark.steadiness import Graphs
+from tlora.runtime.benchmark.workload import new_workload
+
+
+@pytest.fixture
+def lineup(plain, ours, work) -> Lineup:
+    return Lineup(
+        settings=Settings(budget=64),
+        model=plain,
+        ours=ours,
+        work=work,
+        adapters=draw_adapters(ours, work.jobs),
+        graphs=Graphs(ours),
+        until=float("inf"),
+    )
+
+
+def test_what_matters_most_comes_first(lineup) -> None:
+    """And every arm that can be asked for has a name."""
+    assert tuple(NAMES) == ARMS
+    arms = list(lineup.arms(ARMS))
+    assert arms[:5] == [FUSED, OWN, *COMPILED.values(), ONE_AT_A_TIME]
+    assert list(lineup.arms(["fused", "plain"])) == [FUSED, *PLAIN.values()]
+
+
+def test_jobs_that_come_and_go_are_counted_once_the_arms_are_warm(lineup, work) -> None:
+    """Not those of warm-ups."""
+    lineup.warm_fused()
+    assert lineup.graphs.warm_up_runs == 1 and lineup.nano_batches > 1
+    lineup.own()
+    one = lineup.one_at_a_time()
+    assert lineup.graphs.jobs == 0
+    assert one().done == lineup.fused().done == work.of(work.jobs)
+    assert lineup.graphs.jobs == lineup.graphs.jobs_unchanged == 2 * len(work.jobs)
+
+
+def test_only_the_faster_layout_is_compiled(lineup, monkeypatch) -> None:
+    """With one length that is the padded one, and nothing is run to see; the other is left out
+    without a word. A compiler that fails is named."""
+    lineup.work = new_workload(
+        num_jobs=1, ranks=(2,), batches=(2,), lengths=(9,), steps=1, dropout=0.0, vocabulary=100
+    )
+    monkeypatch.setattr(Lineup, "plain", None)
+    reasons = ["no compiler here", None]
+    monkeypatch.setattr(
+        "tlora.runtime.benchmark.frozen.why_not_compiled",
+        lambda *args, **options: reasons.pop(0),
+    )
+    with pytest.raises(LeftOut, match=r"^$"):
+        lineup.compiled("packed")
+    with pytest.raises(LeftOut, match="no compiler here"):
+        lineup.compiled("padded")
+    assert lineup.compiled("padded").shapes_vary is False
