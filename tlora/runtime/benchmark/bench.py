@@ -154,8 +154,9 @@ def _run(settings: Settings, say: Say) -> Result:
     with machine.peak_memory(device) as peak:
         # Rows for all jobs and one more, so that no pool grows under the clock.
         reserve = total_rank + max(job.lora.r for job in work.jobs)
-        compiled = device.type == "cuda" and not settings.skip_compile
-        ours = SuperModel(shapes.twin(model), reserve_rows=reserve, compiled=compiled)
+        ours = SuperModel(
+            shapes.twin(model), reserve_rows=reserve, compiled=not settings.skip_compile
+        )
         lineup = Lineup(
             settings=settings,
             model=model,

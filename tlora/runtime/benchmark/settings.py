@@ -41,7 +41,7 @@ HELP = {
     "seconds": "Begin nothing more after so many seconds, and report what was measured by then. "
     "Default: no limit.",
     "skip_peft": "Leave PEFT out.",
-    "skip_compile": "No compiled layers: not for the frozen backbone, and not for ours on CUDA.",
+    "skip_compile": "No compiled layers, neither for the frozen backbone nor for ours.",
     "compile_seconds": "Give compiling up after so many seconds.",
 }
 
