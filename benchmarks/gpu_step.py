@@ -3,7 +3,8 @@ and where its time goes.
 
     python benchmarks/gpu_step.py --shape llama-8b --budgets 8192,2048 --json FILE
 
-Eight jobs of rank 8, 16, 32 and 64 in turn, all with work in every nano-batch. For each budget:
+Eight jobs of rank 8, 16, 32 and 64 in turn, all with work waiting: nano-batches are full, and have
+tokens of all of them where the budget holds a sequence each. For each budget:
 
 1. Fused steps, then our backbone with no adapters and the plain backbone with compiled layers in
    turn, then the jobs come back and take as many steps again; medians. The fraction is against the

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -60,6 +61,7 @@ def bench(
     ] = DEFAULTS.compile_seconds,
 ) -> None:
     """Measure this machine: jobs fused, one at a time, with PEFT, and the frozen backbone."""
+    started = time.monotonic()
     settings = settings_of(
         {
             "shape": shape,
@@ -87,7 +89,7 @@ def bench(
     from tlora.runtime.benchmark.bench import run_benchmark
 
     record.check_writable(settings.json)
-    result = with_progress(lambda say: run_benchmark(settings, say))
+    result = with_progress(lambda say: run_benchmark(settings, say, started=started))
     print_lines([*table.title(result), ""])
     print_figures(table.rates(result))
     print_lines(["", *table.sentences(result), ""])

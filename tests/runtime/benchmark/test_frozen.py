@@ -79,7 +79,14 @@ def test_compiling_is_given_up_in_time_or_for_a_reason(plain) -> None:
     def broken() -> None:
         raise RuntimeError("no compiler\nand more")
 
+    def stopped() -> None:
+        try:
+            time.sleep(5)
+        except TooSlow:
+            raise RuntimeError("something else") from None
+
     model = shapes.twin(plain)
+    assert why_not_compiled(model, stopped, 1) == "not compiled within 1 s"
     assert why_not_compiled(model, lambda: time.sleep(5), 1) == "not compiled within 1 s"
     assert why_not_compiled(model, broken, 1) == "cannot be compiled here: no compiler"
     assert why_not_compiled(model, lambda: None, 1) is None

@@ -4,10 +4,10 @@ import pytest
 
 from tlora.runtime.benchmark.arms import draw_adapters
 from tlora.runtime.benchmark.lineup import COMPILED, FUSED, NAMES, ONE_AT_A_TIME, OWN, PLAIN, Lineup
-from tlora.runtime.benchmark.rounds import LeftOut
+from tlora.runtime.benchmark.rounds import LeftOut, Run
 from tlora.runtime.benchmark.settings import ARMS, Settings
 from tlora.runtime.benchmark.steadiness import Graphs
-from tlora.runtime.benchmark.workload import new_workload
+from tlora.runtime.benchmark.workload import Done, new_workload
 
 
 @pytest.fixture
@@ -59,3 +59,22 @@ def test_only_the_faster_layout_is_compiled(lineup, monkeypatch) -> None:
     with pytest.raises(LeftOut, match="no compiler here"):
         lineup.compiled("padded")
     assert lineup.compiled("padded").shapes_vary is False
+    lineup.until = 0.0
+    with pytest.raises(LeftOut, match="time was over"):
+        lineup.compiled("padded")
+
+
+def test_layouts_are_compared_only_where_the_plain_backbone_is_measured(
+    lineup, monkeypatch
+) -> None:
+    """Lengths differ here: the plain arms run to see, and the faster one is taken."""
+    ran: list[str] = []
+
+    def plain(self: Lineup, how: str):
+        ran.append(how)
+        return lambda: Run(2.0 if how == "padded" else 1.0, Done(0, 0, 0))
+
+    monkeypatch.setattr(Lineup, "plain", plain)
+    assert lineup.faster_layout() == "packed" and ran == ["padded", "packed"]
+    lineup._faster, lineup.settings = None, Settings(budget=64, arms=("compiled",))
+    assert lineup.faster_layout() == "padded" and len(ran) == 2

@@ -67,7 +67,7 @@ def main(args: Sequence[str] | None = None) -> int:
         from tlora.runtime.benchmark.bench import run_benchmark
 
         record.check_writable(settings.json)
-        result = run_benchmark(settings, say)
+        result = run_benchmark(settings, say, started=STARTED)
         command = shlex.join(["python", "-m", "tlora.runtime.benchmark", *args])
         line = record.as_line(record.record(result, command))
         print("\n".join(table.text(result)))

@@ -112,8 +112,10 @@ class Result:
         return 4 * self.shape.matmul_parameters * self.fused / self.gemm_flops_per_s
 
 
-def run_benchmark(settings: Settings, say: Say) -> Result:
-    """Raises SpecError for whatever was asked for and cannot be done here."""
+def run_benchmark(settings: Settings, say: Say, *, started: float | None = None) -> Result:
+    """Raises SpecError for whatever was asked for and cannot be done here. A limit counts from
+    `started` on time.monotonic, else from now."""
+    started = time.monotonic() if started is None else started
     doing = "loading"
 
     def remember(text: str) -> None:
@@ -122,7 +124,7 @@ def run_benchmark(settings: Settings, say: Say) -> Result:
         say(text)
 
     try:
-        return _run(settings, remember)
+        return _run(settings, remember, started)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -133,8 +135,7 @@ def run_benchmark(settings: Settings, say: Say) -> Result:
         ) from None
 
 
-def _run(settings: Settings, say: Say) -> Result:
-    started = time.monotonic()
+def _run(settings: Settings, say: Say, started: float) -> Result:
     seconds = settings.seconds or float("inf")
     quieten_libraries()
     if settings.threads is not None:
@@ -208,6 +209,9 @@ def _run(settings: Settings, say: Say) -> Result:
             adapters=lineup.adapters,
         )
 
+    def overhead() -> float | None:
+        return engine_overhead_pct(lineup, started + seconds)
+
     return Result(
         settings=settings,
         shape=shape,
@@ -217,7 +221,7 @@ def _run(settings: Settings, say: Say) -> Result:
         nano_batches=lineup.nano_batches,
         pauses=in_time("pauses", watched_pauses),
         linears=in_time("single linears", times_of_linears) or [],
-        engine_overhead_pct=in_time("the engine's own work", lambda: engine_overhead_pct(lineup)),
+        engine_overhead_pct=in_time("the engine's own work", overhead),
         graphs=lineup.graphs,
         peak_bytes=peak.bytes,
         gemm_flops_per_s=gemm,
@@ -287,8 +291,9 @@ def chosen_kinds(settings: Settings) -> tuple[list[str], list[str]]:
     return kinds, notes
 
 
-def engine_overhead_pct(lineup: Lineup) -> float | None:
-    """The median of a few runs; None if the engine no longer calls what the clocks are put on."""
+def engine_overhead_pct(lineup: Lineup, until: float) -> float | None:
+    """The median of a few runs, fewer if time is short; None if the engine no longer calls what
+    the clocks are put on."""
     shares: list[float] = []
     for _ in range(CLOCKED_RUNS):
         with clocked_phases(lineup.ours) as phases:
@@ -303,4 +308,6 @@ def engine_overhead_pct(lineup: Lineup) -> float | None:
         if share is None:
             return None
         shares.append(share)
+        if time.monotonic() > until:
+            break
     return statistics.median(shares)

@@ -59,15 +59,15 @@ def rates(result: Result) -> Table:
         if not ran:
             return
         best = min(ran, key=result.rounds.median)
-        rate = result.required_rate(best)
+        rate, runs = result.required_rate(best), len(result.rounds.seconds[best])
         which = f" ({best.rpartition(', ')[2]})" if len(arms) > 1 else ""
         rows.append(
             (
                 label + which,
                 f"{rate:,.0f}",
                 f"{rate / result.frozen:.2f}" if result.frozen else "-",
-                f"{result.rounds.spread_pct(best):.0f} %",
-                str(len(result.rounds.seconds[best])),
+                f"{result.rounds.spread_pct(best):.0f} %" if runs > 1 else "-",
+                str(runs),
             )
         )
 
