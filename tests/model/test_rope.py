@@ -17,6 +17,6 @@ def test_kinds_by_layer_type_are_asked_for_theirs() -> None:
     ropes = [module for module in model.model.modules() if isinstance(module, SequenceRope)]
     assert len(ropes) == 1
     positions = torch.arange(9)[None]
-    model.routing.lengths = [9]
+    model.routing._lengths = [9]
     cos = {kind: ropes[0](torch.zeros(1, 9, 8), positions, kind)[0] for kind in types}
     assert cos["full_attention"].shape == cos["sliding_attention"].shape

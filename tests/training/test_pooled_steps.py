@@ -51,6 +51,9 @@ class Pools:
         self.device, self.places, self.jobs = DEVICE, 0, []
         self.pools = [GroupPool(targets, 8, DEVICE) for targets in TARGETS]
 
+    def refresh_operands(self):
+        """There are no copies here: kernels read the float32 rows themselves."""
+
     def attach(self, job, rank, seed, without=()):
         generator = torch.Generator().manual_seed(seed)
         weights = {

@@ -1,30 +1,17 @@
-"""The pooled optimiser against torch's AdamW: on a GPU, or on the CPU in Triton's interpreter.
-
-The interpreter must be chosen before Triton is imported, so without a GPU one test runs this file
-again in a process of its own.
-"""
+"""The pooled optimiser against torch's AdamW: on a GPU, or on the CPU in Triton's interpreter."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from support.adamw import Job, Problem, Torch, worst_error
+from support.interpreter import DEVICE, KERNELS_RUN, runs_kernels
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-ON_GPU = torch.cuda.is_available()
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if ON_GPU else "cpu"
-runs_kernels = pytest.mark.skipif(
-    not (ON_GPU or INTERPRETED), reason="run by test_in_the_interpreter, in a process of its own"
-)
-
-if ON_GPU or INTERPRETED:
+if KERNELS_RUN:
     from tlora.kernels.adamw import triton_steps
     from tlora.kernels.adamw.triton_steps import Tuning
 
@@ -39,15 +26,6 @@ JOBS = [
     Job((1, 0, 1), seed=2, decay=0.1, rate=3e-2),
     Job((16, 9, 8), seed=3, betas=(0.4, 0.95), epsilon=1e-6, decay=0.01, max_norm=1e6),
 ]
-
-
-@pytest.mark.skipif(ON_GPU or INTERPRETED, reason="the kernels run in this process")
-def test_in_the_interpreter():
-    """All tests of this file, where there is no GPU."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
 
 
 def new_problem(jobs=JOBS, widths=WIDTHS, chunk=CHUNK):
