@@ -154,7 +154,9 @@ class Engine:
             if not targets:
                 raise ValueError(f"job '{name}' has no trained token to be evaluated on")
             job.held_out = HeldOut(sequences, targets)
-        job.start_evaluation(window_tokens=EVALUATION_WINDOW * self.budget_tokens)
+        # A controller may make them larger before the evaluation is over.
+        largest = self.budget_tokens if self._controller is None else self._controller.limit
+        job.start_evaluation(window_tokens=EVALUATION_WINDOW * largest)
 
     def has_work(self) -> bool:
         return any(job.left or job.due or job.kind is Kind.EVALUATE for job in self._jobs.values())
