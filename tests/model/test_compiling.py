@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from support.tiny import tiny_llama
+from transformers import MistralConfig, MistralForCausalLM
 
-from tests.support.tiny import tiny_llama
 from tlora.core.job import DataSpec, JobSpec, LoraSpec, TrainSpec
 from tlora.core.sequence import TokenSequence
 from tlora.model import compiling, routing, super_model
@@ -228,3 +229,33 @@ def test_an_engine_goes_on_where_nothing_can_be_compiled(monkeypatch: pytest.Mon
         (done,) = outcomes[-1].steps
         losses.append((done.loss, done.grad_norm))
     assert losses[0] == losses[1]
+
+
+def test_attention_that_cannot_be_compiled_is_run_as_it_is() -> None:
+    """A sliding window on a CPU: told once, not compiled for every nano-batch."""
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=4,
+    )
+    torch._dynamo.reset()
+    model = SuperModel(MistralForCausalLM(config), compiled=True)
+    engine = Engine(model, budget_tokens=64)
+    engine.attach("a", model.new_adapter(spec("a", 4)), scale=1.0)
+    before, errors = graphs_compiled(), []
+    for length in (20, 30, 40):
+        ids = np.arange(1, length)
+        engine.feed("a", [TokenSequence(ids, ids)], loss_scale=0.1)
+        engine.request_step("a", learning_rate=1e-2)
+        outcome = engine.run_nano_batch()
+        while not outcome.steps:
+            errors.append(outcome.error)
+            outcome = engine.run_nano_batch()
+    assert len(errors) == 1
+    assert engine.step("a") == 3
+    assert graphs_compiled() == before

@@ -259,6 +259,10 @@ class Routing:
         elif self.compiled and grouped.serves(q, v, sliding_window, softcap):
             out = grouped.grouped_attention(q, k, v, self._layout_for(q), scale=scale)
         else:
+            if torch.compiler.is_compiling():
+                # It counts in Python: every nano-batch would be another graph. Who compiles is told
+                # at the first one, and goes on without.
+                raise NotImplementedError("windows and soft-caps are not compiled on this device")
             out = packed_attention(
                 q, k, v, self._layout_for(q), scale=scale, window=sliding_window, softcap=softcap
             )
