@@ -1,4 +1,5 @@
-"""Whether the host or the device is the slower one: then a nano-batch is worth capturing."""
+"""How much of a nano-batch's time the host takes to launch it: from a share on it is worth
+capturing."""
 
 from dataclasses import dataclass, field
 

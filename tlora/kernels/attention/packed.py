@@ -2,7 +2,8 @@
 
 On the CPU sequences are taken apart (layout.py) and attended to as a batch: no mask over the packed
 row, so a NaN in one sequence cannot reach another as 0 x NaN. On CUDA it is torch's variable-length
-flash attention. Rows after the last sequence are padding and come out as zeros.
+flash attention (varlen.py), and in compiled layers on the CPU one operator (grouped.py). Rows after
+the last sequence are padding and come out as zeros.
 """
 
 import torch

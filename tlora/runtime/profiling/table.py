@@ -127,7 +127,7 @@ def _knee(profile: Profile) -> str:
 def _memory(profile: Profile) -> str:
     memory = profile.memory
     counted = (
-        f"Memory: {memory.weights_bytes / 2**30:,.2f} GiB of weights, "
+        f"Memory: {_size(memory.weights_bytes)} of weights, "
         f"{memory.adapters_bytes(profile.parameters_per_rank) / 2**20:,.2f} MiB per unit of rank"
     )
     if memory.row_bytes is None or memory.fixed_bytes is None or memory.reserve_bytes is None:
@@ -137,6 +137,13 @@ def _memory(profile: Profile) -> str:
         f"{memory.fixed_bytes / 2**30:,.2f} GiB besides, {memory.reserve_bytes / 2**30:,.2f} GiB "
         "in reserve."
     )
+
+
+def _size(num_bytes: float) -> str:
+    """Small models are told in MiB."""
+    if num_bytes < 2**30:
+        return f"{num_bytes / 2**20:,.1f} MiB"
+    return f"{num_bytes / 2**30:,.2f} GiB"
 
 
 def _skipped(profile: Profile) -> list[str]:
