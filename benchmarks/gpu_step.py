@@ -7,8 +7,9 @@ Eight jobs of rank 8, 16, 32 and 64 in turn, all with work waiting: nano-batches
 tokens of all of them where the budget holds a sequence each. For each budget:
 
 1. Fused steps, then our backbone with no adapters and the plain backbone with compiled layers in
-   turn, then the jobs come back and take as many steps again; medians. The fraction is against the
-   faster frozen one. Jobs that come back must not have anything captured or compiled.
+   turn, then the jobs come back and take as many steps again; medians of blocks of steps, as the
+   host waits for a step only when the next one is under way. The fraction is against the faster
+   frozen one. Jobs that come back must not have anything captured or compiled.
 2. A fused step and a frozen batch under torch's profiler: the kernels' time against the time of a
    step (what is missing is an idle device), the kernels that take longest, and LoRA's share.
 3. Peak memory of fused steps, from the first on, over the plain frozen backbone's, which is taken
@@ -46,7 +47,10 @@ from tlora.training.engine import Engine
 
 JOBS = 8
 RANKS = (8, 16, 32, 64)
-FROZEN_BATCHES = 3
+FROZEN_BATCHES = 6
+BLOCK = 6
+"""Steps of one measure."""
+
 MOST_WARM_UP_STEPS = 24
 FIRST_STEPS = BEFORE_CAPTURE + 1
 TOP = 12
@@ -71,7 +75,7 @@ class Steps:
         assert not outcome.failures and not outcome.error, outcome
         for step in outcome.steps:
             self.drivers[step.job].on_step(step)
-        self.tokens = sum(outcome.tokens.values())
+        self.tokens += sum(outcome.tokens.values())
 
     def leave(self) -> None:
         for name in self.drivers:
@@ -83,7 +87,7 @@ def workload(given: argparse.Namespace, vocabulary: int, budget: int) -> Workloa
     lengths = [min(length, budget) for length in read_lengths(given.lengths)]
     batch = max(1, round(budget / JOBS / statistics.mean(lengths)))
     # None may run out of steps: where a batch is larger than a share, a step takes more of them.
-    steps = 2 * (MOST_WARM_UP_STEPS + 2 * given.rounds + 4)
+    steps = 2 * (MOST_WARM_UP_STEPS + 2 * given.rounds * BLOCK + 4)
     return new_workload(
         num_jobs=JOBS,
         ranks=RANKS,
@@ -230,7 +234,7 @@ class Bench:
         rates = {name: few.tokens / statistics.median(each) for name, each in seconds.items()}
         drift = statistics.median(ms for ms, _ in again) / statistics.median(ms for ms, _ in first)
         values.update(
-            tokens=first[-1][1],
+            tokens=round(first[-1][1]),
             tokens_per_s=round(rate, 1),
             step_ms=round(step_ms, 3),
             steps_ms=[round(ms, 2) for ms, _ in first + again],
@@ -252,11 +256,15 @@ class Bench:
         report(values, self.found)
 
 
-def timed(steps: Steps, device: torch.device) -> tuple[float, int]:
-    """Milliseconds and tokens of one nano-batch."""
-    started = now(device)
+def timed(steps: Steps, device: torch.device) -> tuple[float, float]:
+    """Milliseconds and tokens of one nano-batch among several."""
+    # Its tokens are told when the next one is under way.
     steps()
-    return (now(device) - started) * 1e3, steps.tokens
+    started, before = now(device), steps.tokens
+    for _ in range(BLOCK):
+        steps()
+    milliseconds = (now(device) - started) * 1e3
+    return milliseconds / BLOCK, (steps.tokens - before) / BLOCK
 
 
 def report(values: dict, found: Figures) -> None:
@@ -287,7 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--budgets", default="8192,2048", help="tokens of nano-batches")
     parser.add_argument("--lengths", default="512", help="a length, or a file with one per line")
     parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--rounds", type=int, default=5, help="steps before and after the frozen")
+    parser.add_argument("--rounds", type=int, default=3, help="blocks before and after the frozen")
     given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING)
     bench: Bench | None = None

@@ -40,9 +40,17 @@ def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def tiny_super_model(*, gradient_checkpointing: bool = False, reserve_rows: int = 64) -> SuperModel:
+def tiny_super_model(
+    *,
+    gradient_checkpointing: bool = False,
+    reserve_rows: int = 64,
+    per_sequence: bool = False,
+) -> SuperModel:
     return SuperModel(
-        tiny_llama(), gradient_checkpointing=gradient_checkpointing, reserve_rows=reserve_rows
+        tiny_llama(),
+        gradient_checkpointing=gradient_checkpointing,
+        reserve_rows=reserve_rows,
+        per_sequence=per_sequence,
     )
 
 

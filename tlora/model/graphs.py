@@ -128,6 +128,8 @@ class Graphs:
         launches = self._launches.setdefault(key, Launches())
         if launches.decided:
             return False
+        # A device with work left would hold the host up, and what is measured is the host.
+        torch.cuda.synchronize()
         first = torch.cuda.Event(enable_timing=True)
         first.record()
         self._running = (launches, time.perf_counter(), first)
@@ -135,7 +137,7 @@ class Graphs:
 
     def _is_due(self, key: Hashable) -> bool:
         for launches, host, first, last in self._measured:
-            # Of a nano-batch before this one: its losses have been read.
+            # Of a nano-batch before this one; only until its shape is decided.
             last.synchronize()
             launches.add(host, first.elapsed_time(last) / 1e3)
         self._measured.clear()
@@ -169,11 +171,18 @@ class Graphs:
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         hook = self._embeddings.register_forward_hook(require)
         try:
-            with torch.cuda.graph(forward, pool=self._pool, stream=self._stream):
+            with self._capturing(forward):
                 hidden = self._backbone(input_ids, position_ids)
         finally:
             hook.remove()
         d_hidden = torch.zeros_like(hidden)
-        with torch.cuda.graph(backward, pool=self._pool, stream=self._stream):
+        with self._capturing(backward):
             torch.autograd.grad(hidden, embedded[0], d_hidden)
         return Captured(input_ids, position_ids, hidden.detach(), d_hidden, forward, backward)
+
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
+        # Other threads may copy states meanwhile, and allocate for it. Backward runs in a thread of
+        # its own, which captures because its stream does.
+        return torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        )

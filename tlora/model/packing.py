@@ -124,15 +124,23 @@ def pack(shares: list[Share], num_rows: int, device: torch.device | str = "cpu")
 
     def gather(parts: list[np.ndarray], dtype: type) -> torch.Tensor:
         joined = np.concatenate(parts) if parts else np.zeros(0)
-        return torch.from_numpy(joined.astype(dtype)).to(device)
+        return _on(device, joined.astype(dtype))
 
     return PackedBatch(
-        input_ids=torch.from_numpy(input_ids)[None].to(device),
-        position_ids=torch.from_numpy(positions)[None].to(device),
-        rows=torch.from_numpy(rows).to(device),
+        input_ids=_on(device, input_ids)[None],
+        position_ids=_on(device, positions)[None],
+        rows=_on(device, rows),
         lengths=lengths,
         segments=segments,
         predicting=gather(predicting, np.int64),
         targets=gather(targets, np.int64),
         loss_scales=gather(scales, np.float32),
     )
+
+
+def _on(device: torch.device | str, values: np.ndarray) -> torch.Tensor:
+    tensor = torch.from_numpy(values)
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    # From pinned memory the host need not wait for what is running.
+    return tensor.pin_memory().to(device, non_blocking=True)

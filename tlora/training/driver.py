@@ -4,6 +4,7 @@ over.
 A driver feeds the engine; the engine decides with whom and when. Nothing here knows of other jobs.
 """
 
+from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -60,8 +61,10 @@ class JobDriver:
         self.eval_loss: float | None = None
         self.first_eval_loss: float | None = None
         self.best: Best | None = None
-        self._idle = True
-        self._cursor_after_batch = self.cursor
+        self._fed: deque[Cursor] = deque()
+        """Batches that have been fed and not been heard of: where the one after each begins."""
+
+        self._evaluating = False
         self._evaluation_due = evaluation is not None
         self._without_improvement = 0
 
@@ -77,8 +80,16 @@ class JobDriver:
     def attach(
         self, engine: Engine, weights: AdapterWeights, state: JobState | None = None
     ) -> None:
-        """Enter an engine: anew with these weights, or with the state it left another one with."""
+        """Enter an engine: anew with these weights, or with the state it left another one with,
+        which must have told of all its steps (`Engine.drain`)."""
         spec = self.spec
+        if state is not None and state.step != self.step:
+            raise ValueError(
+                f"job '{self.name}': its state is of step {state.step}, and the last step that it "
+                f"has heard of is {self.step}"
+            )
+        self._fed.clear()
+        self._evaluating = False
         engine.attach(
             self.name,
             weights,
@@ -91,22 +102,39 @@ class JobDriver:
         )
 
     def advance(self, engine: Engine) -> None:
-        """Give the engine this job's next work, unless it has some; at the end, be over."""
-        if not self._idle or self.status is not Status.RUNNING:
+        """Give the engine this job's next work, unless it has some; at the end, be over. A step
+        that was launched is not waited for, unless what follows depends on it."""
+        if self.status is not Status.RUNNING or self._evaluating:
             return
-        if self._evaluation_due and self.evaluation is not None:
+        if self._fed:
+            launched = engine.is_free(self.name)
+            if launched and not self._is_looked_at(self.step + len(self._fed)):
+                self._feed_batch(engine)
+        elif self._evaluation_due and self.evaluation is not None:
             engine.evaluate(self.name, self.evaluation)
-            self._idle = False
+            self._evaluating = True
         elif self.step < self.total_steps:
             self._feed_batch(engine)
-            self._idle = False
         else:
             self.status = Status.COMPLETED
 
+    def _is_looked_at(self, step: int) -> bool:
+        """The adapter is evaluated, saved or finished as it is after this step."""
+        saved = self.spec.save.steps
+        return self._is_evaluated(step) or (saved is not None and step % saved == 0)
+
+    def _is_evaluated(self, step: int) -> bool:
+        """If there is something to evaluate on."""
+        every = self.spec.eval.steps
+        return step >= self.total_steps or (every is not None and step % every == 0)
+
     def _feed_batch(self, engine: Engine) -> None:
-        train = self.spec.train
-        indices, self._cursor_after_batch = next_batch(
-            self.cursor, len(self.train), train.batch_size, train.seed
+        train, steps = self.spec.train, self.step + len(self._fed)
+        indices, after = next_batch(
+            self._fed[-1] if self._fed else self.cursor,
+            len(self.train),
+            train.batch_size,
+            train.seed,
         )
         batch = [self.train[int(index)] for index in indices]
         num_targets = sum(sequence.num_targets for sequence in batch)
@@ -118,26 +146,22 @@ class JobDriver:
         )
         engine.request_step(
             self.name,
-            learning_rate=learning_rate(train, self.step, self.total_steps),
+            learning_rate=learning_rate(train, steps, self.total_steps),
             max_grad_norm=train.max_grad_norm,
         )
+        self._fed.append(after)
 
     def on_step(self, done: StepDone) -> None:
         self.step = done.step
-        self.cursor = self._cursor_after_batch
+        self.cursor = self._fed.popleft()
         self.loss = done.loss
         self.tokens_seen += done.tokens
         self.sequences_seen += done.sequences
-        every = self.spec.eval.steps
-        last = self.step == self.total_steps
-        due = last or (every is not None and self.step % every == 0)
-        self._evaluation_due = due and self.evaluation is not None
-        self._idle = True
+        self._evaluation_due = self.evaluation is not None and self._is_evaluated(self.step)
 
     def on_evaluation(self, done: EvaluationDone, engine: Engine) -> None:
         self.eval_loss = done.loss
-        self._evaluation_due = False
-        self._idle = True
+        self._evaluation_due = self._evaluating = False
         if self.step == 0:
             self.first_eval_loss = done.loss
         elif self.best is None or done.loss < self.best.loss:
@@ -189,7 +213,7 @@ class JobDriver:
                 f"{len(self.train)} now; start it over under another name, or bring the rows back",
                 job=self.name,
             )
-        self.cursor = self._cursor_after_batch = Cursor(progress["epoch"], progress["position"])
+        self.cursor = Cursor(progress["epoch"], progress["position"])
         self.step = progress["step"]
         self.tokens_seen = progress["tokens_seen"]
         self.sequences_seen = progress["sequences_seen"]

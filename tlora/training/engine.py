@@ -2,12 +2,16 @@
 through.
 
 A driver attaches jobs, feeds each one sequences and asks for its step; every `run_nano_batch`
-composes what is waiting, runs it forward and backward, and steps the jobs whose batch is through.
-The engine knows no files, no schedules and no wall-clock decisions.
+composes what is waiting, launches it forward and backward, and steps the jobs whose batch is
+through. On a GPU the results of a nano-batch are read when the next one is under way (`ahead`), so
+that the device never waits for the host; a job may be fed its next batch before it hears of its
+last step. The engine knows no files, no schedules and no wall-clock decisions.
 """
 
 import logging
 import time
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -19,11 +23,19 @@ from tlora.model.memory import is_out_of_memory
 from tlora.model.packing import pack
 from tlora.model.super_model import SuperModel
 from tlora.training import loss, optimiser
+from tlora.training.batch import Batch, StepRequest
 from tlora.training.compose import Composition, Kind, buckets_for, compose
 from tlora.training.controller import Controller, Measure
-from tlora.training.engine_job import EngineJob, HeldOut, JobState, StepRequest
-from tlora.training.optimiser import AdamW, DueStep
-from tlora.training.outcome import EvaluationDone, Outcome, StepDone
+from tlora.training.engine_job import EngineJob, HeldOut, JobState
+from tlora.training.in_flight import (
+    InFlight,
+    LaunchedEvaluation,
+    LaunchedSteps,
+    Passage,
+    to_host,
+)
+from tlora.training.optimiser import AdamW
+from tlora.training.outcome import Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +55,10 @@ class Engine:
         bucket_step: int | None = None,
         exact: bool = False,
         controller: Controller | None = None,
+        ahead: int | None = None,
     ) -> None:
-        """With a controller the budget is its own, and `budget_tokens` where it begins."""
+        """With a controller the budget is its own, and `budget_tokens` where it begins. `ahead`
+        nano-batches are launched before the results of one are read: 1 on a GPU, else none."""
         if budget_tokens < 1:
             raise ValueError(f"a nano-batch needs room for a token, got {budget_tokens}")
         if exact and controller is not None:
@@ -61,6 +75,9 @@ class Engine:
         """Changes with every job that comes or goes."""
         self._jobs: dict[str, EngineJob] = {}
         self._suspects: list[str] = []
+        self._ahead = int(super_model.device.type == "cuda") if ahead is None else ahead
+        self._in_flight: deque[InFlight] = deque()
+        self._last_arrival = 0.0
 
     @property
     def jobs(self) -> list[str]:
@@ -97,17 +114,20 @@ class Engine:
         self._group += 1
 
     def detach(self, name: str) -> JobState:
-        """Free the job's rows. What it was fed and has not stepped on is dropped."""
+        """Free the job's rows. What it was fed and has not stepped on is dropped, and what was
+        launched of it is not reported."""
         state = self.state(name)
-        self.super_model.detach(name)
-        del self._jobs[name]
-        self._group += 1
-        self._suspects = [other for other in self._suspects if other != name]
+        self._drop_reports(name)
+        self._leave(name)
         return state
 
     def step(self, name: str) -> int:
-        """Steps the job has taken, all told."""
+        """Steps the job has taken, all told; the last one may not have been reported yet."""
         return self._job(name).step
+
+    def is_free(self, name: str) -> bool:
+        """All that the job was fed has been launched, its step with it: more may come."""
+        return self._job(name).batch is None
 
     def state(self, name: str) -> JobState:
         """A copy of all that the job's later steps depend on, in host memory."""
@@ -126,7 +146,7 @@ class Engine:
         job = self._job(name)
         if job.kind is Kind.EVALUATE:
             raise ValueError(f"job '{name}' is being evaluated")
-        if job.request is not None:
+        if job.requested:
             raise ValueError(f"job '{name}' waits for its step: its batch is complete")
         _check_sequences(name, sequences, self.super_model.vocabulary)
         job.feed(sequences, loss_scale)
@@ -138,9 +158,9 @@ class Engine:
         job = self._job(name)
         if job.kind is not Kind.TRAIN:
             raise ValueError(f"job '{name}' was fed nothing to step on")
-        if job.request is not None:
+        if job.requested:
             raise ValueError(f"job '{name}' waits for its step already")
-        job.request = StepRequest(learning_rate, max_grad_norm)
+        job.request_step(StepRequest(learning_rate, max_grad_norm))
 
     def evaluate(self, name: str, sequences: Sequences) -> None:
         """Ask for the mean loss on these sequences, which are read as they are needed and must not
@@ -159,39 +179,37 @@ class Engine:
         job.start_evaluation(window_tokens=EVALUATION_WINDOW * largest)
 
     def has_work(self) -> bool:
-        return any(job.left or job.due or job.kind is Kind.EVALUATE for job in self._jobs.values())
+        """Something to launch, or to report."""
+        return bool(self._in_flight) or any(
+            job.has_waiting or job.due or job.kind is Kind.EVALUATE for job in self._jobs.values()
+        )
 
     def run_nano_batch(self) -> Outcome:
-        """Compose, run, and step whoever is through. Never raises for what one job did."""
+        """Compose, launch, step whoever is through, and report the nano-batch whose turn it is,
+        which is another one if the engine runs ahead. Never raises for what one job did."""
         composition = self._compose()
-        if composition is None:
-            return self._settle(Outcome())
-        started = time.perf_counter()
-        jobs = [self._jobs[pick.job] for pick in composition.picks]
-        try:
-            sums = self._run(composition)
-        except Exception as error:
-            # Whatever it was, it is undone; who caused it shows when each job runs by itself.
-            if is_out_of_memory(error):
-                return self._out_of_memory(composition, jobs, error)
-            # Other bits than were proven are not what an exact run goes on with.
-            if not self.exact and self.super_model.runs_uncompiled(error):
-                return self._uncompiled(jobs, error)
-            return self._broken_off(jobs, error)
-        tokens = {}
-        for job, pick in zip(jobs, composition.picks, strict=True):
-            tokens[job.name] = job.passed(pick.indices, sums[job.name])
-            if job.name in self._suspects and not job.left:
-                self._suspects.remove(job.name)
-        for name, credit in composition.credits.items():
-            self._jobs[name].credit = credit
-        outcome = Outcome(
-            kind=composition.kind,
-            rows=composition.rows,
-            tokens=tokens,
-            seconds=time.perf_counter() - started,
-        )
-        return self._settle(self._measured(composition, outcome))
+        launched = InFlight(composition, self._group)
+        if composition is not None:
+            try:
+                self._launch(launched, composition)
+            except Exception as error:
+                # Whatever it was, it is undone; who caused it shows when each job runs by itself.
+                return self._undo(composition, error)
+        self._settle(launched)
+        found = launched.failures
+        if not launched.is_empty:
+            launched.seal(self.super_model.device)
+            self._in_flight.append(launched)
+        outcome = Outcome()
+        if launched.is_empty or len(self._in_flight) > self._ahead:
+            outcome = self._report()
+        # Its own failures are known now, and whoever failed cannot be fed any more.
+        return replace(outcome, failures=(*outcome.failures, *found)) if found else outcome
+
+    def drain(self) -> Iterator[Outcome]:
+        """Report what is under way, and launch nothing."""
+        while self._in_flight:
+            yield self._report()
 
     def check_integrity(self) -> None:
         """Books that must agree; for tests and idle moments."""
@@ -204,13 +222,24 @@ class Engine:
                 rows = list(self.super_model.views(job.name).values())
                 assert not optimiser.gradient_norm(rows), f"{job.name} has a gradient of no batch"
 
+    def _leave(self, name: str) -> None:
+        self.super_model.detach(name)
+        del self._jobs[name]
+        self._group += 1
+        self._suspects = [other for other in self._suspects if other != name]
+
+    def _drop_reports(self, name: str) -> None:
+        for launched in self._in_flight:
+            for batch in launched.batches():
+                batch.dropped |= batch.job == name
+
     def _job(self, name: str) -> EngineJob:
         if name not in self._jobs:
             raise ValueError(f"no job '{name}' is attached")
         return self._jobs[name]
 
     def _compose(self) -> Composition | None:
-        waiting = [job.waiting() for job in self._jobs.values() if job.left]
+        waiting = [job.waiting() for job in self._jobs.values() if job.has_waiting]
         if self._suspects:
             waiting = [each for each in waiting if each.job == self._suspects[0]]
         if self._controller is not None:
@@ -225,11 +254,107 @@ class Engine:
             return self._controller.buckets(budget)
         return buckets_for(budget, step=self._bucket_step)
 
+    def _launch(self, launched: InFlight, composition: Composition) -> None:
+        """Forward, and for training backward."""
+        jobs = [self._jobs[pick.job] for pick in composition.picks]
+        shares = [
+            job.share(pick.indices) for job, pick in zip(jobs, composition.picks, strict=True)
+        ]
+        batch = pack(shares, composition.rows, self.super_model.device)
+        train = composition.kind is Kind.TRAIN
+        with torch.set_grad_enabled(train), self.super_model.routed(batch, train=train):
+            per_token = self.super_model.token_losses(batch)
+            if train:
+                loss.backward(per_token, batch)
+            self.super_model.launched()
+        launched.keep_losses(per_token, batch)
+        launched.settled = self.super_model.settled
+        for job, pick in zip(jobs, composition.picks, strict=True):
+            assert job.batch is not None
+            launched.passages.append(Passage(job.batch, job.batch.at(pick.indices)))
+            job.batch.launched(pick.indices)
+            if job.name in self._suspects and not job.has_waiting:
+                self._suspects.remove(job.name)
+        for name, credit in composition.credits.items():
+            self._jobs[name].credit = credit
+
+    def _settle(self, launched: InFlight) -> None:
+        """Launch the steps and the ends of evaluations that are due now."""
+        due: list[EngineJob] = []
+        for job in list(self._jobs.values()):
+            try:
+                job.draw()
+                if job.due:
+                    due.append(job)
+                elif job.evaluated:
+                    launched.evaluations.append(self._finish_evaluation(job))
+            except JobFailed as failure:
+                launched.failures.append(failure)
+                self._leave(job.name)
+            except (RuntimeError, OverflowError, ValueError, OSError) as error:
+                # A row that can no longer be read: nobody else is held up by it.
+                launched.failures.append(JobFailed(f"step {job.step}: {error}", job=job.name))
+                self._leave(job.name)
+        for together in self._rows.in_calls([job.due_step() for job in due]):
+            try:
+                norms = to_host(optimiser.step_jobs(self._rows, together))
+            except (RuntimeError, OverflowError, ValueError, OSError) as error:
+                # A rate beyond what float32 holds, or no room for the lists: before any weight.
+                for each in together:
+                    reason = f"step {each.number}: {error}"
+                    launched.failures.append(JobFailed(reason, job=each.job))
+                    self._leave(each.job)
+                continue
+            batches: list[Batch] = []
+            for each in together:
+                job = self._jobs[each.job]
+                assert job.batch is not None
+                batches.append(job.batch)
+                job.stepped()
+            launched.steps.append(LaunchedSteps(batches, norms))
+
+    def _finish_evaluation(self, job: EngineJob) -> LaunchedEvaluation:
+        # Attention may hide a NaN in its queries behind a finite loss; no gradient would show it.
+        finite = optimiser.are_finite(list(self.super_model.views(job.name).values()))
+        assert job.batch is not None
+        batch = job.batch
+        return LaunchedEvaluation(job, batch, job.evaluation_launched(), to_host(finite))
+
+    def _report(self) -> Outcome:
+        """What the nano-batch that was launched first has brought."""
+        if not self._in_flight:
+            return Outcome()
+        arrived = self._in_flight.popleft()
+        arrived.wait()
+        now = time.perf_counter()
+        # Of two that were launched together, the second one began when the first was through.
+        seconds = now - max(arrived.started, self._last_arrival)
+        self._last_arrival = now
+        results = arrived.results()
+        for failure in results.failures:
+            self._drop_reports(failure.job)
+            if failure.job in self._jobs:
+                self._leave(failure.job)
+        composition = arrived.composition
+        outcome = Outcome(
+            kind=composition.kind if composition else None,
+            rows=composition.rows if composition else 0,
+            tokens=arrived.tokens,
+            seconds=seconds if composition else 0.0,
+            steps=tuple(results.steps),
+            evaluations=tuple(results.evaluations),
+            failures=tuple(results.failures),
+        )
+        return self._measured(arrived, outcome)
+
     def _measured(
-        self, composition: Composition, outcome: Outcome, *, out_of_memory: bool = False
+        self, arrived: InFlight, outcome: Outcome, *, out_of_memory: bool = False
     ) -> Outcome:
         """Tell the controller, if there is one."""
-        if self._controller is None or not (self.super_model.settled or out_of_memory):
+        composition = arrived.composition
+        if self._controller is None or composition is None:
+            return outcome
+        if not (arrived.settled or out_of_memory):
             return outcome
         measure = Measure(
             budget=composition.budget,
@@ -238,69 +363,22 @@ class Engine:
             seconds=round(outcome.seconds, 6),
             train=composition.kind is Kind.TRAIN,
             full=composition.full,
-            group=self._group,
+            group=arrived.group,
             out_of_memory=out_of_memory,
         )
         decisions = self._controller.observe(measure)
         self.budget_tokens = self._controller.budget
         return replace(outcome, measure=measure, decisions=decisions)
 
-    def _run(self, composition: Composition) -> dict[str, list[float]]:
-        """Forward, and for training backward; the losses of each job's sequences."""
-        shares = [self._jobs[pick.job].share(pick.indices) for pick in composition.picks]
-        batch = pack(shares, composition.rows, self.super_model.device)
-        train = composition.kind is Kind.TRAIN
-        with torch.set_grad_enabled(train), self.super_model.routed(batch, train=train):
-            per_token = self.super_model.token_losses(batch)
-            if train:
-                loss.backward(per_token, batch)
-            self.super_model.launched()
-        return loss.sequence_sums(per_token, batch)
-
-    def _settle(self, outcome: Outcome) -> Outcome:
-        """Steps, evaluations and failures that are due now."""
-        steps: list[StepDone] = []
-        evaluations: list[EvaluationDone] = []
-        failures: list[JobFailed] = []
-        due: list[DueStep] = []
-        for job in list(self._jobs.values()):
-            try:
-                job.check_finite()
-                job.draw()
-                if job.due:
-                    due.append(job.due_step())
-                elif job.kind is Kind.EVALUATE and not job.left:
-                    evaluations.append(self._finish_evaluation(job))
-            except JobFailed as failure:
-                failures.append(failure)
-                self.detach(job.name)
-            except (RuntimeError, OverflowError, ValueError, OSError) as error:
-                # A row that can no longer be read: nobody else is held up by it.
-                failures.append(JobFailed(f"step {job.step}: {error}", job=job.name))
-                self.detach(job.name)
-        for together in self._rows.in_calls(due):
-            try:
-                norms = optimiser.step_jobs(self._rows, together).tolist()
-            except (RuntimeError, OverflowError, ValueError, OSError) as error:
-                # A rate beyond what float32 holds, or no room for the lists: before any weight.
-                for each in together:
-                    failures.append(JobFailed(f"step {each.number}: {error}", job=each.job))
-                    self.detach(each.job)
-                continue
-            for each, grad_norm in zip(together, norms, strict=True):
-                try:
-                    steps.append(self._jobs[each.job].finish_step(grad_norm))
-                except JobFailed as failure:
-                    failures.append(failure)
-                    self.detach(each.job)
-        return replace(
-            outcome, steps=tuple(steps), evaluations=tuple(evaluations), failures=tuple(failures)
-        )
-
-    def _finish_evaluation(self, job: EngineJob) -> EvaluationDone:
-        # Attention may hide a NaN in its queries behind a finite loss; no gradient would show it.
-        job.check_weights(optimiser.are_finite(list(self.super_model.views(job.name).values())))
-        return job.finish_evaluation()
+    def _undo(self, composition: Composition, error: Exception) -> Outcome:
+        """The nano-batch broke off; what was launched before it stays."""
+        jobs = [self._jobs[pick.job] for pick in composition.picks]
+        if is_out_of_memory(error):
+            return self._out_of_memory(composition, jobs, error)
+        # Other bits than were proven are not what an exact run goes on with.
+        if not self.exact and self.super_model.runs_uncompiled(error):
+            return self._uncompiled(jobs, error)
+        return self._broken_off(jobs, error)
 
     def _out_of_memory(
         self, composition: Composition, jobs: list[EngineJob], error: BaseException
@@ -319,7 +397,8 @@ class Engine:
         if self._controller is None:
             self.budget_tokens = max(MIN_BUDGET, self.budget_tokens // 2)
         else:
-            outcome = self._measured(composition, outcome, out_of_memory=True)
+            launched = InFlight(composition, self._group)
+            outcome = self._measured(launched, outcome, out_of_memory=True)
         logger.warning(
             "out of memory on %d rows: going on with nano-batches of %d tokens",
             composition.rows,
@@ -346,7 +425,7 @@ class Engine:
             self._suspects += [job.name for job in jobs]
             return Outcome(error=reason)
         failure = JobFailed(f"step {jobs[0].step + 1}: {reason}", job=jobs[0].name)
-        self.detach(jobs[0].name)
+        self._leave(jobs[0].name)
         return Outcome(error=reason, failures=(failure,))
 
     def _drop_partial_batches(self, jobs: list[EngineJob]) -> None:

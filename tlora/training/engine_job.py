@@ -1,8 +1,6 @@
 """One job as the engine sees it: its current batch, how far it is, and what it is owed."""
 
-import math
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 import torch
 
@@ -11,23 +9,10 @@ from tlora.core.sequence import Sequences, TokenSequence
 from tlora.kernels.streams import step_key
 from tlora.model.adapters import AdapterWeights
 from tlora.model.packing import Share
+from tlora.training.batch import Batch, StepRequest
 from tlora.training.compose import Kind, Waiting
 from tlora.training.optimiser import AdamW, DueStep
-from tlora.training.outcome import EvaluationDone, StepDone
-
-NAMED_ROWS = 5
-"""So many rows are named in a reason; a whole batch would bury it."""
-
-
-@dataclass(frozen=True, slots=True)
-class FedSequence:
-    sequence: TokenSequence
-    length: int
-    row_offset: int
-    """Tokens of the job's batch before it."""
-
-    loss_scale: float
-    """What the loss of each of its trained tokens counts."""
+from tlora.training.outcome import EvaluationDone
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +31,6 @@ class Drawn:
     tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StepRequest:
-    learning_rate: float
-    max_grad_norm: float | None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class JobState:
     """All that a job's later steps depend on, besides its data cursor: portable between groups."""
@@ -62,7 +41,7 @@ class JobState:
     exp_avg_sq: dict[str, torch.Tensor]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class EngineJob:
     name: str
     seed: int
@@ -70,41 +49,56 @@ class EngineJob:
     rank: int
     optimiser: AdamW
     step: int = 0
-    credit: float = 0.0
-    kind: Kind | None = None
-    """What its current batch is for; None between batches."""
+    """Steps that have been launched."""
 
-    batch: list[FedSequence] = field(default_factory=list[FedSequence])
-    left: list[int] = field(default_factory=list[int])
-    """Indices into `batch` that have not gone through."""
+    credit: float = 0.0
+    batch: Batch | None = None
+    """What is being launched; None between batches."""
 
     held_out: HeldOut | None = None
     drawn: Drawn = field(default_factory=Drawn)
-    """Of the held-out rows: `batch` has only those of a window, however many there are."""
+    """Of the held-out rows: the batch has only those of a window, however many there are."""
 
     window_tokens: int = 0
-    request: StepRequest | None = None
-    loss: float = 0.0
-    """Of what has gone through."""
 
-    not_finite: list[str] = field(default_factory=list[str])
-    """Where the sequences came from whose loss was no number."""
+    @property
+    def kind(self) -> Kind | None:
+        """What its current batch is for."""
+        return self.batch.kind if self.batch else None
 
-    nano_batches: int = 0
+    @property
+    def has_waiting(self) -> bool:
+        return self.batch is not None and bool(self.batch.left)
+
+    @property
+    def requested(self) -> bool:
+        return self.batch is not None and self.batch.request is not None
 
     @property
     def due(self) -> bool:
         """Its step can be taken now."""
-        return self.request is not None and not self.left
+        return self.requested and not self.has_waiting
+
+    @property
+    def evaluated(self) -> bool:
+        """All held-out rows are under way."""
+        return self.kind is Kind.EVALUATE and not self.has_waiting
 
     def feed(self, sequences: list[TokenSequence], loss_scale: float) -> None:
-        self.kind = Kind.TRAIN
-        last = self.batch[-1] if self.batch else None
-        self._append(sequences, loss_scale, offset=last.row_offset + last.length if last else 0)
+        if self.batch is None:
+            self.batch = Batch(self.name, Kind.TRAIN, self.step)
+        last = self.batch.fed[-1] if self.batch.fed else None
+        offset = last.row_offset + last.length if last else 0
+        self.batch.add(sequences, loss_scale, offset=offset)
+
+    def request_step(self, request: StepRequest) -> None:
+        assert self.batch is not None
+        self.batch.request = request
 
     def start_evaluation(self, *, window_tokens: int) -> None:
         """On the rows in `held_out`; `window_tokens` is more than a nano-batch takes."""
-        self.kind = Kind.EVALUATE
+        self.batch = Batch(self.name, Kind.EVALUATE, self.step)
+        self.drawn = Drawn()
         self.window_tokens = window_tokens
         self.draw()
 
@@ -112,31 +106,32 @@ class EngineJob:
         """Fill the window with held-out rows, if the job is being evaluated. It stays beyond what
         one nano-batch can take, so that a job with more rows is composed as one; rows that went
         through are let go."""
-        if self.kind is not Kind.EVALUATE or self.held_out is None:
+        batch = self.batch
+        if batch is None or batch.kind is not Kind.EVALUATE or self.held_out is None:
             return
         rows, drawn = self.held_out.sequences, self.drawn
         if drawn.sequences == len(rows):
             return
-        waiting = sum(self.batch[index].length for index in self.left)
+        waiting = sum(batch.fed[index].length for index in batch.left)
         more: list[TokenSequence] = []
         while drawn.sequences + len(more) < len(rows) and (
-            waiting <= self.window_tokens or len(self.left) + len(more) < 2
+            waiting <= self.window_tokens or len(batch.left) + len(more) < 2
         ):
             more.append(rows[drawn.sequences + len(more)])
             waiting += len(more[-1])
         if more:
-            self.batch = [self.batch[index] for index in self.left]
-            self.left = list(range(len(self.batch)))
-            self._append(more, 1.0 / self.held_out.num_targets, offset=drawn.tokens)
+            batch.fed = [batch.fed[index] for index in batch.left]
+            batch.left = list(range(len(batch.fed)))
+            batch.add(more, 1.0 / self.held_out.num_targets, offset=drawn.tokens)
             drawn.sequences += len(more)
             drawn.tokens += sum(map(len, more))
 
     def waiting(self) -> Waiting:
-        assert self.kind is not None
+        assert self.batch is not None
         return Waiting(
             job=self.name,
-            kind=self.kind,
-            lengths=[self.batch[index].length for index in self.left],
+            kind=self.batch.kind,
+            lengths=[self.batch.fed[index].length for index in self.batch.left],
             weight=self.weight,
             credit=self.credit,
             rank=self.rank,
@@ -144,7 +139,8 @@ class EngineJob:
 
     def share(self, positions: tuple[int, ...]) -> Share:
         """The sequences at these positions of what was waiting."""
-        fed = [self.batch[self.left[position]] for position in positions]
+        assert self.batch is not None
+        fed = self.batch.at(positions)
         return Share(
             job=self.name,
             sequences=[each.sequence for each in fed],
@@ -153,48 +149,45 @@ class EngineJob:
             key=step_key(self.seed, self.step),
         )
 
-    def passed(self, positions: tuple[int, ...], loss_sums: list[float]) -> int:
-        """These have gone through the nano-batch, with these losses: their tokens."""
-        fed = [self.batch[self.left[position]] for position in positions]
-        for each, loss_sum in zip(fed, loss_sums, strict=True):
-            self.loss += each.loss_scale * loss_sum
-            if not math.isfinite(loss_sum):
-                self.not_finite.append(each.sequence.origin)
-        gone = set(positions)
-        self.left = [index for i, index in enumerate(self.left) if i not in gone]
-        self.nano_batches += 1
-        return sum(each.length for each in fed)
-
     def replay(self) -> None:
         """Back to the start of the batch; the caller clears the gradients."""
-        self._forget_progress()
-        if self.kind is Kind.EVALUATE:
+        old = self.batch
+        if old is None:
+            return
+        old.dropped = True
+        self.batch = Batch(self.name, old.kind, self.step, request=old.request)
+        if old.kind is Kind.EVALUATE:
             # Rows are drawn again when the engine settles: one that cannot be read fails this job.
-            self.batch, self.left, self.drawn = [], [], Drawn()
+            self.drawn = Drawn()
         else:
-            self.left = list(range(len(self.batch)))
-
-    def check_finite(self) -> None:
-        if not math.isfinite(self.loss):
-            self._fail(f"the loss is {self.loss}", self.not_finite)
+            self.batch.fed = old.fed
+            self.batch.left = list(range(len(old.fed)))
 
     def due_step(self) -> DueStep:
-        assert self.request is not None
+        assert self.batch is not None and self.batch.request is not None
+        request = self.batch.request
         return DueStep(
-            self.name,
-            self.optimiser,
-            self.request.learning_rate,
-            self.step + 1,
-            self.request.max_grad_norm,
+            self.name, self.optimiser, request.learning_rate, self.step + 1, request.max_grad_norm
         )
 
-    def finish_step(self, grad_norm: float) -> StepDone:
-        """The step was taken; or it was not, because its norm is no number, and the job fails."""
-        if not math.isfinite(grad_norm):
-            origins = [each.sequence.origin for each in self.batch]
-            self._fail(f"the gradient norm is {grad_norm}", origins)
+    def stepped(self) -> None:
+        """The step is under way: the next batch may come."""
         self.step += 1
-        return self.finish_batch(grad_norm)
+        self.batch = None
+
+    def evaluation_launched(self) -> EvaluationDone:
+        """What will be said of it, but for the loss, which is still to come."""
+        assert self.batch is not None and self.held_out is not None
+        done = EvaluationDone(
+            job=self.name,
+            step=self.step,
+            loss=0.0,
+            target_tokens=self.held_out.num_targets,
+            tokens=self.drawn.tokens,
+            sequences=self.drawn.sequences,
+        )
+        self.batch = None
+        return done
 
     def check_weights(self, finite: bool) -> None:
         if not finite:
@@ -203,66 +196,12 @@ class EngineJob:
                 job=self.name,
             )
 
-    def _fail(self, what: str, origins: list[str]) -> NoReturn:
-        named = list(dict.fromkeys(origin for origin in origins if origin))
-        more = f" and {len(named) - NAMED_ROWS} more" if len(named) > NAMED_ROWS else ""
-        rows = f" (rows {', '.join(named[:NAMED_ROWS])}{more})" if named else ""
-        advice = "a lower learning rate or max_grad_norm may help"
-        raise JobFailed(f"{what} at step {self.step + 1}{rows}; {advice}", job=self.name)
-
     def check_integrity(self) -> None:
-        replaying = self.kind is Kind.EVALUATE and not self.drawn.sequences
-        assert replaying or (self.kind is None) == (not self.batch), (
-            f"{self.name} has a batch for nothing"
-        )
-        assert self.request is None or self.kind is Kind.TRAIN
-        assert self.left == sorted(set(self.left)), f"{self.name} would run a sequence twice"
-        assert set(self.left) <= set(range(len(self.batch)))
-
-    def finish_batch(self, grad_norm: float) -> StepDone:
-        assert self.request is not None
-        done = StepDone(
-            job=self.name,
-            step=self.step,
-            loss=self.loss,
-            grad_norm=grad_norm,
-            learning_rate=self.request.learning_rate,
-            target_tokens=sum(each.sequence.num_targets for each in self.batch),
-            tokens=sum(each.length for each in self.batch),
-            sequences=len(self.batch),
-            nano_batches=self.nano_batches,
-        )
-        self._clear()
-        return done
-
-    def finish_evaluation(self) -> EvaluationDone:
-        assert self.held_out is not None
-        done = EvaluationDone(
-            job=self.name,
-            step=self.step,
-            loss=self.loss,
-            target_tokens=self.held_out.num_targets,
-            tokens=self.drawn.tokens,
-            sequences=self.drawn.sequences,
-        )
-        self._clear()
-        return done
-
-    def _append(self, sequences: list[TokenSequence], loss_scale: float, offset: int) -> None:
-        for sequence in sequences:
-            self.left.append(len(self.batch))
-            self.batch.append(FedSequence(sequence, len(sequence), offset, loss_scale))
-            offset += len(sequence)
-
-    def _clear(self) -> None:
-        self.kind = None
-        self.batch = []
-        self.left = []
-        self.drawn = Drawn()
-        self.request = None
-        self._forget_progress()
-
-    def _forget_progress(self) -> None:
-        self.loss = 0.0
-        self.not_finite = []
-        self.nano_batches = 0
+        batch = self.batch
+        if batch is None:
+            return
+        replaying = batch.kind is Kind.EVALUATE and not self.drawn.sequences
+        assert replaying or batch.fed, f"{self.name} has a batch for nothing"
+        assert batch.request is None or batch.kind is Kind.TRAIN
+        assert batch.left == sorted(set(batch.left)), f"{self.name} would run a sequence twice"
+        assert set(batch.left) <= set(range(len(batch.fed)))

@@ -1,6 +1,7 @@
 """The training loop of a fixed set of jobs, and what it tells whoever watches."""
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Protocol
 
 from tlora.core.errors import JobFailed
@@ -34,20 +35,10 @@ def run_jobs(
     """Train attached jobs until each is over; a job leaves the engine as soon as it is. Returns
     those still attached when `should_stop`, asked between nano-batches, ended it before."""
     active = {driver.name: driver for driver in drivers}
-    while active and not should_stop():
-        for driver in list(active.values()):
-            _advance(driver, engine)
-            if driver.status is Status.FAILED:
-                engine.detach(driver.name)
-                observer.on_end(driver)
-                del active[driver.name]
-            elif driver.status is not Status.RUNNING:
-                observer.on_end(driver)
-                engine.detach(driver.name)
-                del active[driver.name]
-        if not engine.has_work():
-            continue
-        outcome = engine.run_nano_batch()
+
+    def tell(outcome: Outcome) -> None:
+        if outcome.is_empty:
+            return
         observer.on_nano_batch(outcome)
         for step in outcome.steps:
             active[step.job].on_step(step)
@@ -59,6 +50,29 @@ def run_jobs(
             driver = active.pop(failure.job)
             driver.on_failure(failure)
             observer.on_end(driver)
+
+    try:
+        while active and not should_stop():
+            for driver in list(active.values()):
+                _advance(driver, engine)
+                if driver.status is Status.FAILED:
+                    engine.detach(driver.name)
+                    observer.on_end(driver)
+                    del active[driver.name]
+                elif driver.status is not Status.RUNNING:
+                    observer.on_end(driver)
+                    engine.detach(driver.name)
+                    del active[driver.name]
+            if engine.has_work():
+                tell(engine.run_nano_batch())
+    except Exception:
+        # Whoever can still hear of its last step is whole, and can be saved.
+        with suppress(Exception):
+            for outcome in engine.drain():
+                tell(outcome)
+        raise
+    for outcome in engine.drain():
+        tell(outcome)
     return list(active.values())
 
 

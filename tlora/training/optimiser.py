@@ -151,10 +151,10 @@ def gradient_norm(rows: list[RowViews]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def are_finite(rows: list[RowViews]) -> bool:
-    """Whether every weight of the job is a number; its largest is then one too."""
+def are_finite(rows: list[RowViews]) -> torch.Tensor:
+    """Whether every weight of the job is a number; its largest is then one too. On the device."""
     largest = torch._foreach_norm([row.value for row in rows], float("inf"))
-    return bool(torch.stack(list(largest)).isfinite().all())
+    return torch.stack(list(largest)).isfinite().all()
 
 
 @torch.no_grad()

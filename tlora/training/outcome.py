@@ -39,10 +39,10 @@ class EvaluationDone:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One call of `Engine.run_nano_batch`."""
+    """A nano-batch that is through, as `Engine.run_nano_batch` reports it."""
 
     kind: Kind | None = None
-    """None if nothing had to run but steps were due."""
+    """None if nothing had to run but steps were due, or nothing is to be reported yet."""
 
     rows: int = 0
     tokens: dict[str, int] = field(default_factory=dict[str, int])
@@ -61,3 +61,9 @@ class Outcome:
 
     decisions: tuple[Decision, ...] = ()
     """What it decided then."""
+
+    @property
+    def is_empty(self) -> bool:
+        """There is nothing to tell."""
+        told = self.steps or self.evaluations or self.failures or self.error
+        return self.kind is None and not told

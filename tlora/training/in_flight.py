@@ -1,0 +1,155 @@
+"""A nano-batch that was launched: what the device will say of it, and whom it concerns.
+
+Losses, norms and checks are copied to host memory behind the kernels that make them, so the host
+waits once, for the copies, and by then has launched the next nano-batch if the engine runs ahead.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from tlora.core.errors import JobFailed
+from tlora.model.packing import PackedBatch, PackedSegment
+from tlora.training.batch import Batch, FedSequence
+from tlora.training.compose import Composition
+from tlora.training.engine_job import EngineJob
+from tlora.training.outcome import EvaluationDone, StepDone
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Passage:
+    """What one job has in the nano-batch."""
+
+    batch: Batch
+    fed: list[FedSequence]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LaunchedSteps:
+    """Of jobs that were stepped in one call."""
+
+    batches: list[Batch]
+    norms: torch.Tensor
+    """float32 [batches], in host memory once the nano-batch is through."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LaunchedEvaluation:
+    job: EngineJob
+    batch: Batch
+    done: EvaluationDone
+    """But for its loss."""
+
+    weights_are_finite: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    steps: list[StepDone] = field(default_factory=list[StepDone])
+    evaluations: list[EvaluationDone] = field(default_factory=list[EvaluationDone])
+    failures: list[JobFailed] = field(default_factory=list[JobFailed])
+
+
+@dataclass(slots=True, eq=False)
+class InFlight:
+    composition: Composition | None
+    """None if nothing had to run but steps were due."""
+
+    group: int = 0
+    """Of whom the engine was made up."""
+
+    settled: bool = True
+    """It took the time that its like will take."""
+
+    started: float = field(default_factory=time.perf_counter)
+    passages: list[Passage] = field(default_factory=list[Passage])
+    steps: list[LaunchedSteps] = field(default_factory=list[LaunchedSteps])
+    evaluations: list[LaunchedEvaluation] = field(default_factory=list[LaunchedEvaluation])
+    failures: list[JobFailed] = field(default_factory=list[JobFailed])
+    """Found while launching."""
+
+    _losses: torch.Tensor | None = None
+    _segments: list[PackedSegment] = field(default_factory=list[PackedSegment])
+    _through: torch.cuda.Event | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self.composition is None and not (self.steps or self.evaluations or self.failures)
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """By job."""
+        return {
+            passage.batch.job: sum(each.length for each in passage.fed) for passage in self.passages
+        }
+
+    def keep_losses(self, losses: torch.Tensor, batch: PackedBatch) -> None:
+        """float32 [N], of the nano-batch's trained tokens."""
+        self._losses = to_host(losses)
+        self._segments = batch.segments
+
+    def seal(self, device: torch.device) -> None:
+        """Everything of it has been launched."""
+        if device.type == "cuda":
+            self._through = torch.cuda.Event()
+            self._through.record()
+
+    def wait(self) -> None:
+        """Until its results are in host memory."""
+        if self._through is not None:
+            self._through.synchronize()
+
+    def batches(self) -> Iterator[Batch]:
+        """Of which it will say something; one may come twice."""
+        yield from (passage.batch for passage in self.passages)
+        yield from (batch for each in self.steps for batch in each.batches)
+        yield from (each.batch for each in self.evaluations)
+
+    def results(self) -> Results:
+        """Call `wait` before, and this once. Nothing is said of batches that were dropped."""
+        found = Results()
+        for passage, sums in zip(self.passages, self._loss_sums(), strict=True):
+            if not passage.batch.dropped:
+                passage.batch.count(passage.fed, sums)
+                try:
+                    passage.batch.check_loss()
+                except JobFailed as failure:
+                    passage.batch.dropped = True
+                    found.failures.append(failure)
+        for each in self.steps:
+            for batch, norm in zip(each.batches, each.norms.tolist(), strict=True):
+                if not batch.dropped:
+                    try:
+                        found.steps.append(batch.finish_step(norm))
+                    except JobFailed as failure:
+                        found.failures.append(failure)
+        for each in self.evaluations:
+            if not each.batch.dropped:
+                try:
+                    each.job.check_weights(bool(each.weights_are_finite))
+                    found.evaluations.append(replace(each.done, loss=each.batch.loss))
+                except JobFailed as failure:
+                    found.failures.append(failure)
+        return found
+
+    def _loss_sums(self) -> list[list[float]]:
+        """Per passage, the summed loss of each of its sequences, in double precision: figures that
+        do not depend on how a batch was cut."""
+        if self._losses is None:
+            return []
+        host = self._losses.double()
+        return [
+            [float(part.sum()) for part in host[segment.targets].split(segment.sequence_targets)]
+            for segment in self._segments
+        ]
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that is there when the device has come so far; nothing waits for it here."""
+    tensor = tensor.detach()
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
