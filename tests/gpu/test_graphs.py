@@ -14,6 +14,7 @@ from tlora.model.launches import Launches
 from tlora.model.super_model import SuperModel
 from tlora.training.driver import JobDriver
 from tlora.training.engine import Engine
+from tlora.training.outcome import Outcome
 
 pytestmark = [
     pytest.mark.gpu,
@@ -76,11 +77,17 @@ class Run:
         for _ in range(times):
             for each in self.drivers.values():
                 each.advance(self.engine)
-            outcome = self.engine.run_nano_batch()
-            assert not outcome.error and not outcome.failures
-            for done in outcome.steps:
-                self.drivers[done.job].on_step(done)
-                self.losses.setdefault(done.job, []).append(done.loss)
+            self._heard(self.engine.run_nano_batch())
+
+    def drain(self) -> None:
+        for outcome in self.engine.drain():
+            self._heard(outcome)
+
+    def _heard(self, outcome: Outcome) -> None:
+        assert not outcome.error and not outcome.failures
+        for done in outcome.steps:
+            self.drivers[done.job].on_step(done)
+            self.losses.setdefault(done.job, []).append(done.loss)
 
 
 def test_captured_steps_train_as_plain_ones() -> None:
@@ -90,6 +97,7 @@ def test_captured_steps_train_as_plain_ones() -> None:
         run.attach("a", 8)
         run.attach("b", 20, dropout=0.1)
         run.step(12)
+        run.drain()
     assert plain.model.captures == 0
     assert captured.model.captures >= 1
     for job, losses in plain.losses.items():

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from tlora.kernels.adamw import chunks_of
 from tlora.model.adapters import LoraPair
 from tlora.model.pool import GroupPool
 from tlora.model.targets import Target
@@ -99,6 +100,32 @@ def worst(ours, theirs, jobs):
         for u, v in zip(rows, right, strict=True)
     ]
     return max(errors)
+
+
+def test_only_newcomers_are_listed_anew(monkeypatch):
+    """Who stays where it was keeps its part of the list; a list that is kept when a pool has moved
+    would name memory of others."""
+    pools, made = Pools(), []
+    monkeypatch.setattr(optimiser, "chunks_of", lambda rows: made.append(rows) or chunks_of(rows))
+    pools.attach("one", 5, seed=1)
+    pools.attach("two", 3, seed=2)
+    rows = PooledRows(pools)
+    rows.work()
+    assert len(made) == 2
+    pools.detach("one")
+    pools.attach("three", 2, seed=3)
+    work, slots = rows.work()
+    assert len(made) == 3 and list(slots) == ["two", "three"]
+    assert torch.equal(work.table, fresh_table(pools))
+    pools.attach("four", 40, seed=4)
+    made.clear()
+    work, _ = rows.work()
+    assert len(made) == 3, "a pool that has grown is elsewhere"
+    assert torch.equal(work.table, fresh_table(pools))
+
+
+def fresh_table(pools):
+    return PooledRows(pools).work()[0].table
 
 
 @runs_kernels

@@ -166,6 +166,11 @@ class GroupPool:
         code."""
 
     @property
+    def matrices(self) -> list[RankRows]:
+        """A, and the B of each linear."""
+        return [self.a, *self.b]
+
+    @property
     def layout(self) -> tuple[tuple[str, Slot], ...]:
         """Groups with equal layouts can share their tables."""
         return tuple(sorted(self.slots.items()))

@@ -10,14 +10,15 @@ The moments live in the pool beside the weights.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from tlora.core.job import TrainSpec
-from tlora.kernels.adamw import Order, Rows, Work
+from tlora.kernels.adamw import Order, Rows, Work, chunks_of
 from tlora.kernels.multi_lora.routes import triton_serves
-from tlora.model.pool import GroupPool, RowViews
+from tlora.model.pool import GroupPool, RowViews, Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +66,22 @@ class Adapters(Protocol):
     def refresh_operands(self) -> None: ...
 
 
+class _Chunks(NamedTuple):
+    """A job's part of the list, and where its rows were then."""
+
+    pools: tuple[int, ...]
+    slots: tuple[Slot | None, ...]
+    table: np.ndarray
+
+
 class PooledRows:
-    """The rows of all jobs of a super-model, and the kernels' list of them, which is kept until the
-    jobs change."""
+    """The rows of all jobs of a super-model, and the kernels' list of them. When jobs come or go,
+    only their parts of the list are made, so that the others need not wait."""
 
     def __init__(self, adapters: Adapters) -> None:
         self.adapters = adapters
         self._work: Work | None = None
+        self._chunks: dict[str, _Chunks] = {}
         self._slots: dict[str, int] = {}
         self._places = -1
 
@@ -88,15 +98,24 @@ class PooledRows:
     def work(self) -> tuple[Work, dict[str, int]]:
         """The list, and the slot of each job in it."""
         if self._work is None or self._places != self.adapters.places:
-            jobs = self.adapters.jobs
-            rows = [
-                [Rows(*part) for pool in self.adapters.pools for part in pool.parts(job)]
-                for job in jobs
-            ]
-            self._work = Work.of(rows, self.adapters.device)
+            jobs, pools = self.adapters.jobs, self.adapters.pools
+            # A pool that has grown lies elsewhere.
+            matrices = [each for pool in pools for each in pool.matrices]
+            addresses = tuple(part.data_ptr() for each in matrices for part in each.tensors)
+            self._chunks = {job: self._chunks_of(job, addresses) for job in jobs}
+            tables = [chunks.table for chunks in self._chunks.values()]
+            self._work = Work.of_tables(tables, self.adapters.device)
             self._slots = {job: slot for slot, job in enumerate(jobs)}
             self._places = self.adapters.places
         return self._work, self._slots
+
+    def _chunks_of(self, job: str, addresses: tuple[int, ...]) -> _Chunks:
+        slots = tuple(pool.slots.get(job) for pool in self.adapters.pools)
+        known = self._chunks.get(job)
+        if known is not None and (known.pools, known.slots) == (addresses, slots):
+            return known
+        rows = [Rows(*part) for pool in self.adapters.pools for part in pool.parts(job)]
+        return _Chunks(addresses, slots, chunks_of(rows))
 
 
 def step_jobs(rows: PooledRows, due: Sequence[DueStep]) -> torch.Tensor:

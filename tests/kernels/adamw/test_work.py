@@ -15,7 +15,7 @@ from tlora.kernels.adamw.work import (
     Rows,
     Span,
     Work,
-    build_table,
+    chunks_of,
 )
 
 WIDTHS = (48, 7, 20)
@@ -71,13 +71,13 @@ def test_the_part_around_some_slots_is_no_longer_than_it_must_be() -> None:
 
 def test_nobody_has_no_list() -> None:
     """No jobs, and jobs without rows, are an empty table."""
-    table, spans = build_table([])
-    assert table.shape == (0, 8) and spans == ()
+    work = Work.of([], "cpu")
+    assert work.table.shape == (0, 8) and work.spans == ()
     matrix = tuple(torch.zeros(2, 8) for _ in range(4))
-    table, spans = build_table([[], [Rows(matrix, 0, 0)]])
-    assert len(table) == 0 and spans == (Span(0, 0), Span(0, 0))
+    work = Work.of([[], [Rows(matrix, 0, 0)]], "cpu")
+    assert len(work.table) == 0 and work.spans == (Span(0, 0), Span(0, 0))
 
 
 def test_a_chunk_that_breaks_alignment_is_refused() -> None:
     with pytest.raises(ValueError, match="multiple of 4"):
-        build_table([], chunk=10)
+        chunks_of([], chunk=10)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 COLUMNS = 8
@@ -67,9 +68,14 @@ class Work:
         cls, jobs: Sequence[Sequence[Rows]], device: torch.device | str, *, chunk: int = CHUNK
     ) -> "Work":
         """`jobs` has the rows of each slot."""
-        table, spans = build_table(jobs, chunk=chunk)
+        return cls.of_tables([chunks_of(job, chunk=chunk) for job in jobs], device)
+
+    @classmethod
+    def of_tables(cls, tables: Sequence[np.ndarray], device: torch.device | str) -> "Work":
+        """`tables` has the chunks of each slot, which stay the same while its rows do."""
+        table, spans = join(tables)
         span_table = torch.tensor(spans, dtype=torch.int32).reshape(-1, 2)
-        return cls(table.to(device), spans, span_table.to(device))
+        return cls(_on(device, table), spans, _on(device, span_table))
 
     @property
     def num_slots(self) -> int:
@@ -82,27 +88,33 @@ class Work:
         return Span(first, max(span.first + span.size for span in spans) - first)
 
 
-def build_table(
-    jobs: Sequence[Sequence[Rows]], *, chunk: int = CHUNK
-) -> tuple[torch.Tensor, tuple[Span, ...]]:
-    """The list in host memory, and where each slot's part of it is."""
+def join(tables: Sequence[np.ndarray]) -> tuple[torch.Tensor, tuple[Span, ...]]:
+    """The list of all slots in host memory, and where each slot's part of it is."""
+    table = np.concatenate([np.zeros((0, COLUMNS), dtype=np.int64), *tables])
+    sizes = [len(each) for each in tables]
+    table[:, SLOT] = np.repeat(np.arange(len(tables)), sizes)
+    ends = np.cumsum(sizes, dtype=np.int64).tolist()
+    spans = tuple(Span(end - size, size) for end, size in zip(ends, sizes, strict=True))
+    return torch.from_numpy(table), spans
+
+
+def chunks_of(job: Sequence[Rows], *, chunk: int = CHUNK) -> np.ndarray:
+    """int64 [chunks, COLUMNS] of one job, whose slot is still open."""
     if chunk % VECTOR:
         raise ValueError(f"a chunk must be a multiple of {VECTOR} parameters, got {chunk}")
-    places = [_stretch(rows, slot) for slot, job in enumerate(jobs) for rows in job if rows.rows]
-    stretches = torch.tensor(places, dtype=torch.int64).reshape(-1, COLUMNS)
-    chunks = (stretches[:, COUNT] + chunk - 1) // chunk
-    table = stretches.repeat_interleave(chunks, dim=0)
+    places = [_stretch(rows) for rows in job if rows.rows]
+    stretches = np.array(places, dtype=np.int64).reshape(-1, COLUMNS)
+    counts = -(-stretches[:, COUNT] // chunk)
+    table = np.repeat(stretches, counts, axis=0)
     # Of each chunk, the parameters of its stretch before it.
-    before = torch.arange(len(table)) - (chunks.cumsum(0) - chunks).repeat_interleave(chunks)
+    before = np.arange(len(table)) - np.repeat(np.cumsum(counts) - counts, counts)
     before *= chunk
     table[:, [VALUE, GRAD, EXP_AVG, EXP_AVG_SQ]] += 4 * before[:, None]
-    table[:, COUNT] = (table[:, COUNT] - before).clamp(max=chunk)
-    sizes = table[:, SLOT].bincount(minlength=len(jobs)).tolist()
-    ends = torch.tensor(sizes, dtype=torch.int64).cumsum(0).tolist()
-    return table, tuple(Span(end - size, size) for end, size in zip(ends, sizes, strict=True))
+    table[:, COUNT] = np.minimum(table[:, COUNT] - before, chunk)
+    return table
 
 
-def _stretch(rows: Rows, slot: int) -> list[int]:
+def _stretch(rows: Rows) -> list[int]:
     width = rows.tensors[0].shape[1]
     for tensor in rows.tensors:
         assert tensor.dtype == torch.float32 and tensor.is_contiguous(), "a pool is float32 rows"
@@ -112,4 +124,11 @@ def _stretch(rows: Rows, slot: int) -> list[int]:
     # the way a chunk is read decides the order of its sum.
     aligned = width % VECTOR == 0
     assert not aligned or all(address % (4 * VECTOR) == 0 for address in addresses)
-    return [*addresses, rows.rows * width, slot, int(aligned), 0]
+    return [*addresses, rows.rows * width, 0, int(aligned), 0]
+
+
+def _on(device: torch.device | str, tensor: torch.Tensor) -> torch.Tensor:
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    # From pinned memory the host need not wait for what is running.
+    return tensor.pin_memory().to(device, non_blocking=True)
