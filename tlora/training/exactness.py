@@ -19,6 +19,7 @@ from tlora.core.errors import SpecError
 from tlora.core.sequence import IGNORED, TokenSequence
 from tlora.model.adapters import AdapterWeights, LoraPair
 from tlora.model.packing import PackedBatch, Share, pack
+from tlora.model.routing import MIN_BOUNDARIES
 from tlora.model.row_probe import same_bits, settle_products
 from tlora.model.super_model import SuperModel
 from tlora.training import loss
@@ -26,11 +27,15 @@ from tlora.training import loss
 COMPANY = "company of the probe"
 """No name that a job may have."""
 
+MORE_COMPANY = "more company of the probe"
 COMPANY_RANK = 3
 DROPOUT = 0.1
 SCALE = 2.0
 SEQUENCES = 2
 """Of every made-up job."""
+
+MANY = 2 * MIN_BOUNDARIES
+"""Short sequences, where there is room for them."""
 
 SHORTEST = 3
 """Tokens of a row that still predicts something behind its prompt."""
@@ -165,10 +170,10 @@ def arrangements(
     whole = [subject.share(slice(None)) for subject in subjects]
     room = num_rows - sum(len(each) for subject in subjects for each in subject.sequences)
 
-    def company(*lengths: int) -> list[Share]:
+    def company(*lengths: int, name: str = COMPANY) -> list[Share]:
         sequences = [random_sequence(each, vocabulary, generator) for each in lengths if each > 0]
         count = len(sequences)
-        return [Share(COMPANY, sequences, [0] * count, [1.0] * count)] if sequences else []
+        return [Share(name, sequences, [0] * count, [1.0] * count)] if sequences else []
 
     yield Arrangement("by itself", [whole], names, evaluated=True)
     yield Arrangement("a second time", [whole], names)
@@ -191,6 +196,15 @@ def arrangements(
             [*(subject.share(slice(1, None)) for subject in reversed(subjects)), *company(room)],
         ],
         [COMPANY, *names],
+    )
+    yield Arrangement("each in a nano-batch of its own", [[share] for share in whole], names)
+    # A vector of boundaries has room for a power of two of sequences: here it takes a larger one.
+    short = [SHORTEST] * min(MANY, room // SHORTEST)
+    half = len(short) // 2
+    yield Arrangement(
+        "among many short ones",
+        [[*company(*short[:half]), *whole, *company(*short[half:], name=MORE_COMPANY)]],
+        [MORE_COMPANY, *names, COMPANY],
     )
 
 
@@ -219,7 +233,8 @@ def observe(
     finally:
         for name in model.jobs:
             model.detach(name)
-    return {key: tensor for key, tensor in found.items() if COMPANY not in key}
+    # Of the subjects alone.
+    return {key: tensor for key, tensor in found.items() if "company of the probe" not in key}
 
 
 def run(model: SuperModel, batch: PackedBatch, *, evaluate: bool) -> dict[str, torch.Tensor]:
