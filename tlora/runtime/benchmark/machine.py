@@ -24,6 +24,28 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+class Clock:
+    """Runs from when the device has done what was asked of it until now, which is not waited
+    for, until it has done what is asked of it until `stop`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+        self._started = time.perf_counter()
+
+    def stop(self) -> float:
+        """Seconds."""
+        if self._event is None:
+            return now(self._device) - self._started
+        last = torch.cuda.Event(enable_timing=True)
+        last.record()
+        last.synchronize()
+        return self._event.elapsed_time(last) / 1e3
+
+
 def median_seconds(step: Callable[[], object], device: torch.device, *, repeats: int = 5) -> float:
     """Of one call; the first call warms up."""
     step()

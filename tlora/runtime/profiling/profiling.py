@@ -19,6 +19,7 @@ from tlora.runtime.benchmark import machine, record, shapes
 from tlora.runtime.benchmark.bench import chosen_device
 from tlora.runtime.benchmark.rounds import spread_pct
 from tlora.runtime.benchmark.shapes import Shape
+from tlora.runtime.benchmark.steadiness import BEFORE_CAPTURE
 from tlora.runtime.benchmark.workload import new_workload
 from tlora.runtime.budget import ON_CPU, ON_CPU_SMALL, ON_CUDA, default_budget
 from tlora.runtime.environment import quieten_libraries
@@ -247,8 +248,14 @@ def measure(
     for plan in shuffled(plans):
         if time.monotonic() - started > WARM_UP_PART * seconds:
             skipped[plan] = "no time left to warm it up"
-        elif (visit := visited(plan)) is not None:
+            continue
+        for _ in range(BEFORE_CAPTURE):
+            if (visit := visited(plan)) is None:
+                break
             warm[plan] = visit.seconds
+            # A shape may be captured once it has run a few times.
+            if rig.model.settled:
+                break
     visits: dict[Plan, list[Visit]] = {plan: [] for plan in warm}
     for number in range(1, repeats + 1):
         if time.monotonic() - started > seconds:

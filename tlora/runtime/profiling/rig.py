@@ -17,7 +17,7 @@ from tlora.costs.model import NanoBatch, Segment
 from tlora.model.adapters import AdapterWeights, LoraPair
 from tlora.model.super_model import SuperModel
 from tlora.model.targets import Target
-from tlora.runtime.benchmark.machine import now
+from tlora.runtime.benchmark.machine import Clock, now
 from tlora.runtime.profiling.grid import Plan, dealt
 from tlora.training.engine import Engine
 
@@ -95,13 +95,12 @@ class Rig:
         on_cuda = self.device.type == "cuda"
         if on_cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
-        started = now(self.device)
+            # In training the device has work when a nano-batch is launched, so here too.
+            self._pass(hands)
+        clock = Clock(self.device)
         for _ in range(many):
-            for name, rows in hands:
-                targets = sum(row.num_targets for row in rows)
-                self.engine.feed(name, rows, loss_scale=1 / targets)
-            self._run()
-        passed = now(self.device)
+            self._pass(hands)
+        seconds = clock.stop()
         peak = torch.cuda.max_memory_allocated(self.device) if on_cuda else None
         for name, _ in hands:
             self.engine.request_step(name, learning_rate=LEARNING_RATE, max_grad_norm=1.0)
@@ -113,7 +112,7 @@ class Rig:
             self._run()
         stepped = now(self.device)
         return Visit(
-            seconds=(passed - started) / many,
+            seconds=seconds / many,
             step_seconds=stepped - requested,
             peak_bytes=None if peak is None else max(0, peak - self.counted_bytes),
         )
@@ -137,6 +136,13 @@ class Rig:
         """All jobs leave, for good; nobody asks for their states, which would take long."""
         for name in self.engine.jobs:
             self.model.detach(name)
+
+    def _pass(self, hands: Sequence[tuple[str, list[TokenSequence]]]) -> None:
+        """One nano-batch, without steps."""
+        for name, rows in hands:
+            targets = sum(row.num_targets for row in rows)
+            self.engine.feed(name, rows, loss_scale=1 / targets)
+        self._run()
 
     def _run(self) -> None:
         outcome = self.engine.run_nano_batch()
