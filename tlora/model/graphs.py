@@ -169,11 +169,17 @@ class Graphs:
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         hook = self._embeddings.register_forward_hook(require)
         try:
-            with torch.cuda.graph(forward, pool=self._pool, stream=self._stream):
+            with self._capturing(forward):
                 hidden = self._backbone(input_ids, position_ids)
         finally:
             hook.remove()
         d_hidden = torch.zeros_like(hidden)
-        with torch.cuda.graph(backward, pool=self._pool, stream=self._stream):
+        with self._capturing(backward):
             torch.autograd.grad(hidden, embedded[0], d_hidden)
         return Captured(input_ids, position_ids, hidden.detach(), d_hidden, forward, backward)
+
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
+        # Snapshots are copied by other threads, which may wait for their events meanwhile.
+        return torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        )

@@ -18,7 +18,6 @@ from tlora.runtime.benchmark.rounds import Run
 from tlora.runtime.benchmark.workload import Done, Workload
 from tlora.training.driver import JobDriver, Status
 from tlora.training.engine import Engine
-from tlora.training.engine_job import JobState
 from tlora.training.loop import run_jobs
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
 
@@ -35,11 +34,10 @@ class TimedEngine(Engine):
 
     detach_seconds = 0.0
 
-    def detach(self, name: str) -> JobState:
+    def detach(self, name: str) -> None:
         started = now(self.super_model.device)
-        state = super().detach(name)
+        super().detach(name)
         self.detach_seconds += now(self.super_model.device) - started
-        return state
 
 
 class Counter:

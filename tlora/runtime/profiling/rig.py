@@ -134,9 +134,9 @@ class Rig:
         return attach, detach
 
     def empty(self) -> None:
-        """All jobs leave, for good; nobody asks for their states, which would take long."""
+        """All jobs leave, for good."""
         for name in self.engine.jobs:
-            self.model.detach(name)
+            self.engine.detach(name)
 
     def _run(self) -> None:
         outcome = self.engine.run_nano_batch()
