@@ -95,8 +95,9 @@ class RankRows:
 
     def copied(self, first: int, rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(copy for kernels, matrix) of these rows, if there is a copy."""
-        place = slice(first, first + rows)
-        return [(self.operand.detach()[place], self.value.detach()[place])] if self.has_copy else []
+        if not self.has_copy:
+            return []
+        return [(rows_of(self.operand, first, rows), rows_of(self.value, first, rows))]
 
     def claim(self, rows: int) -> int:
         first = self.allocator.claim(rows)
@@ -113,11 +114,11 @@ class RankRows:
 
     def slices(self, first: int, rows: int) -> list[torch.Tensor]:
         """All that these rows are: matrix, gradient, moments, and the copy for kernels."""
-        copied = [self.operand.detach()[first : first + rows]] if self.has_copy else []
+        copied = [rows_of(self.operand, first, rows)] if self.has_copy else []
         return [*self.view(first, rows), *copied]
 
     def view(self, first: int, rows: int) -> RowViews:
-        return RowViews(*(tensor.detach()[first : first + rows] for tensor in self.tensors))
+        return RowViews(*(rows_of(tensor, first, rows) for tensor in self.tensors))
 
     def _grow(self, capacity: int) -> None:
         old = self.allocator.capacity
@@ -134,6 +135,14 @@ class RankRows:
         self.tensors = tensors
         self.allocator.grow(capacity)
         self.growths += 1
+
+
+def rows_of(tensor: torch.Tensor, first: int, rows: int) -> torch.Tensor:
+    """Outside of any graph. There are thousands of these when a job comes or goes: no step more
+    than needed."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor.narrow(0, first, rows)
 
 
 def clear(rows: list[torch.Tensor]) -> None:
@@ -218,11 +227,18 @@ class GroupPool:
 
     def places(self, job: str, weights: AdapterWeights) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(rows, matrix) for each that is to be filled in; B's rows turned as B is."""
-        found = []
-        for target, views in zip(self.targets, self._pairs_of(job), strict=True):
-            if views is not None:
+        found, slot = [], self.slots.get(job)
+        if slot is None:
+            return found
+        a_row = slot.a_row
+        for target, rows, rank, b_row in zip(
+            self.targets, self.b, slot.ranks, slot.b_rows, strict=True
+        ):
+            if rank:
                 pair = weights[target.path]
-                found += [(views[0].value, pair.a), (views[1].value.T, pair.b)]
+                found.append((rows_of(self.a.value, a_row, rank), pair.a))
+                found.append((rows_of(rows.value, b_row, rank).T, pair.b))
+            a_row += rank
         return found
 
     def copied(self, job: str) -> list[tuple[torch.Tensor, torch.Tensor]]:

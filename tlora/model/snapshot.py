@@ -97,7 +97,7 @@ class InBackground:
 
     @torch.no_grad()
     def take(self, tensors: Sequence[torch.Tensor], make: Make[T]) -> Snapshot[T]:
-        sources = [tensor.detach().reshape(-1) for tensor in tensors]
+        sources = [tensor.view(-1) for tensor in tensors]
         slabs = self._cloned(sources)
         arrive = self._link.mark()
         groups = slabs if slabs is not None else [[source] for source in sources]

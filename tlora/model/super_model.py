@@ -29,7 +29,7 @@ from tlora.model.head import PlainHead, find_plain_head
 from tlora.model.linear import Linear, LoraLinear, SharedInput
 from tlora.model.memory import is_out_of_memory
 from tlora.model.packing import PackedBatch, Share, pack
-from tlora.model.pool import GroupPool, RowViews, adapter_of, clear, copy_all
+from tlora.model.pool import GroupPool, RowViews, adapter_of, clear, copy_all, rows_of
 from tlora.model.probe import (
     check_layer_types,
     check_packing,
@@ -187,7 +187,7 @@ class SuperModel:
         cuts = [cut for pool in self.pools for cut in pool.cuts(job)]
         kinds = ("value", "exp_avg", "exp_avg_sq") if moments else ("value",)
         rows = [
-            getattr(tensors, kind).detach()[first : first + size]
+            rows_of(getattr(tensors, kind), first, size)
             for kind in kinds
             for tensors, first, size in parts
         ]

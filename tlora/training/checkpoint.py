@@ -91,8 +91,7 @@ def _fill(staged: Path, job: str, checkpoint: Checkpoint) -> None:
         "job": job,
         "step": state.step,
         "files": {
-            file: {"bytes": each.num_bytes, "sha256": each.sha256}
-            for file, each in written.items()
+            file: {"bytes": each.num_bytes, "sha256": each.sha256} for file, each in written.items()
         },
     }
     signed = {**manifest, "sha256": _manifest_digest(manifest)}
