@@ -162,14 +162,16 @@ def copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def adapter_of(values: Mapping[str, torch.Tensor], *, copied: bool = True) -> AdapterWeights:
-    """Matrices by `PATH.lora_A` and `PATH.lora_B`, as they lie in the pool, as an adapter. Unless
-    `copied`, B is only looked at from the other side."""
+    """Matrices by `PATH.lora_A` and `PATH.lora_B`, as they lie in the pool, as an adapter. A copied
+    one does not hold on to the memory around them; the other is only a way to look at them."""
     found: AdapterWeights = {}
     for name, a in values.items():
         if name.endswith(".lora_A"):
             path = name.removesuffix(".lora_A")
             b = values[f"{path}.lora_B"].T
-            found[path] = LoraPair(a=a, b=b.contiguous() if copied else b)
+            if copied:
+                a, b = a.clone(), b.clone(memory_format=torch.contiguous_format)
+            found[path] = LoraPair(a=a, b=b)
     return found
 
 
@@ -204,6 +206,10 @@ class GroupPool:
         self.route: Route | None = None
         """The segments of the nano-batch that runs now (routing.py); one object deep, for compiled
         code."""
+
+    @property
+    def growths(self) -> int:
+        return self.a.growths + sum(rows.growths for rows in self.b)
 
     @property
     def layout(self) -> tuple[tuple[str, Slot], ...]:

@@ -10,14 +10,15 @@ The moments live in the pool beside the weights.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Protocol
 
 import torch
 
 from tlora.core.job import TrainSpec
-from tlora.kernels.adamw import Order, Rows, Work
+from tlora.kernels.adamw import Order, Rows, Work, chunks_of
 from tlora.kernels.multi_lora.routes import triton_serves
-from tlora.model.pool import GroupPool, RowViews
+from tlora.model.pool import GroupPool, RowViews, Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class PooledRows:
         self.adapters = adapters
         self._work: Work | None = None
         self._slots: dict[str, int] = {}
+        self._parts: dict[str, _Part] = {}
         self._places = -1
 
     def of(self, job: str) -> list[RowViews]:
@@ -89,14 +91,30 @@ class PooledRows:
         """The list, and the slot of each job in it."""
         if self._work is None or self._places != self.adapters.places:
             jobs = self.adapters.jobs
-            rows = [
-                [Rows(*part) for pool in self.adapters.pools for part in pool.parts(job)]
-                for job in jobs
-            ]
-            self._work = Work.of(rows, self.adapters.device)
+            growths = sum(pool.growths for pool in self.adapters.pools)
+            self._parts = {job: self._part(job, growths) for job in jobs}
+            self._work = Work.joined([self._parts[job].chunks for job in jobs])
             self._slots = {job: slot for slot, job in enumerate(jobs)}
             self._places = self.adapters.places
         return self._work, self._slots
+
+    def _part(self, job: str, growths: int) -> "_Part":
+        """A job's rows stay where they are until it leaves or a pool grows."""
+        places = [pool.slots.get(job) for pool in self.adapters.pools]
+        part = self._parts.get(job)
+        if part is None or part.growths != growths or not all(map(is_, part.places, places)):
+            rows = [Rows(*each) for pool in self.adapters.pools for each in pool.parts(job)]
+            part = _Part(places, growths, chunks_of(rows).to(self.adapters.device))
+        return part
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """One job's part of the list."""
+
+    places: list[Slot | None]
+    growths: int
+    chunks: torch.Tensor
 
 
 def step_jobs(rows: PooledRows, due: Sequence[DueStep]) -> torch.Tensor:

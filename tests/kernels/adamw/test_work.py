@@ -16,6 +16,7 @@ from tlora.kernels.adamw.work import (
     Span,
     Work,
     build_table,
+    chunks_of,
 )
 
 WIDTHS = (48, 7, 20)
@@ -80,4 +81,4 @@ def test_nobody_has_no_list() -> None:
 
 def test_a_chunk_that_breaks_alignment_is_refused() -> None:
     with pytest.raises(ValueError, match="multiple of 4"):
-        build_table([], chunk=10)
+        chunks_of([], chunk=10)

@@ -68,8 +68,18 @@ class Work:
     ) -> "Work":
         """`jobs` has the rows of each slot."""
         table, spans = build_table(jobs, chunk=chunk)
+        return cls._at(table.to(device), spans)
+
+    @classmethod
+    def joined(cls, parts: Sequence[torch.Tensor]) -> "Work":
+        """Of what `chunks_of` gave for each slot, on the device: when a job comes or goes, the
+        parts of the others are only copied there."""
+        return cls._at(*join(parts))
+
+    @classmethod
+    def _at(cls, table: torch.Tensor, spans: tuple[Span, ...]) -> "Work":
         span_table = torch.tensor(spans, dtype=torch.int32).reshape(-1, 2)
-        return cls(table.to(device), spans, span_table.to(device))
+        return cls(table, spans, span_table.to(table.device))
 
     @property
     def num_slots(self) -> int:
@@ -86,9 +96,14 @@ def build_table(
     jobs: Sequence[Sequence[Rows]], *, chunk: int = CHUNK
 ) -> tuple[torch.Tensor, tuple[Span, ...]]:
     """The list in host memory, and where each slot's part of it is."""
+    return join([chunks_of(job, chunk=chunk) for job in jobs])
+
+
+def chunks_of(job: Sequence[Rows], *, chunk: int = CHUNK) -> torch.Tensor:
+    """One slot's part of the list, in host memory: int64 [chunks, COLUMNS]."""
     if chunk % VECTOR:
         raise ValueError(f"a chunk must be a multiple of {VECTOR} parameters, got {chunk}")
-    places = [_stretch(rows, slot) for slot, job in enumerate(jobs) for rows in job if rows.rows]
+    places = [_stretch(rows) for rows in job if rows.rows]
     stretches = torch.tensor(places, dtype=torch.int64).reshape(-1, COLUMNS)
     chunks = (stretches[:, COUNT] + chunk - 1) // chunk
     table = stretches.repeat_interleave(chunks, dim=0)
@@ -97,12 +112,22 @@ def build_table(
     before *= chunk
     table[:, [VALUE, GRAD, EXP_AVG, EXP_AVG_SQ]] += 4 * before[:, None]
     table[:, COUNT] = (table[:, COUNT] - before).clamp(max=chunk)
-    sizes = table[:, SLOT].bincount(minlength=len(jobs)).tolist()
-    ends = torch.tensor(sizes, dtype=torch.int64).cumsum(0).tolist()
-    return table, tuple(Span(end - size, size) for end, size in zip(ends, sizes, strict=True))
+    return table
 
 
-def _stretch(rows: Rows, slot: int) -> list[int]:
+def join(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, tuple[Span, ...]]:
+    """Parts of slots as one list, where they are."""
+    table = torch.cat(list(parts)) if parts else torch.zeros(0, COLUMNS, dtype=torch.int64)
+    spans: list[Span] = []
+    end = 0
+    for slot, part in enumerate(parts):
+        spans.append(Span(end, len(part)))
+        end += len(part)
+        table[spans[-1].first : end, SLOT] = slot
+    return table, tuple(spans)
+
+
+def _stretch(rows: Rows) -> list[int]:
     width = rows.tensors[0].shape[1]
     for tensor in rows.tensors:
         assert tensor.dtype == torch.float32 and tensor.is_contiguous(), "a pool is float32 rows"
@@ -112,4 +137,4 @@ def _stretch(rows: Rows, slot: int) -> list[int]:
     # the way a chunk is read decides the order of its sum.
     aligned = width % VECTOR == 0
     assert not aligned or all(address % (4 * VECTOR) == 0 for address in addresses)
-    return [*addresses, rows.rows * width, slot, int(aligned), 0]
+    return [*addresses, rows.rows * width, 0, int(aligned), 0]
