@@ -2,11 +2,14 @@
 
 import threading
 import weakref
+from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
 from support.tiny import Fed, batches, drive, tiny_engine
 from support.transfers import SlowLink
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tlora.model.snapshot import AtOnce, InBackground, Snapshot
 from tlora.training import moving
@@ -227,3 +230,43 @@ def test_in_host_memory_a_snapshot_is_there_at_once() -> None:
     assert not same(snapshot.result(), rows)
     assert AtOnce().bring(rows, list).result()[0] is rows[0]
     assert Snapshot.of(3).result() == 3
+
+
+# Launches.
+
+VIEWS = {"detach", "slice", "view", "permute", "t", "transpose", "split_with_sizes", "empty"}
+
+
+class Launches(TorchDispatchMode):
+    """Counts what a device would have to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        name = function._schema.name.removeprefix("aten::")
+        if name not in VIEWS:
+            self.counts[name] += 1
+        return function(*arguments, **(options or {}))
+
+
+def launches(action: Callable[[], object]) -> dict[str, int]:
+    with Launches() as mode:
+        action()
+    return dict(mode.counts)
+
+
+def test_a_job_comes_and_goes_by_a_few_launches() -> None:
+    """All its rows at once, whatever their number: only each B is turned by itself."""
+    engine = tiny_engine()
+    in_background(engine).gate.set()
+    weights = engine.super_model.new_adapter(Fed("job", []).spec)
+    there = moving.bring_weights(engine.super_model, weights).result()
+    attach = launches(lambda: engine.attach("job", there, scale=2.0))
+    assert attach == {"_foreach_copy_": 1, "copy_": len(weights)}
+    assert launches(lambda: engine.snapshot("job")) == {"_foreach_copy_": 1}
+    assert launches(lambda: engine.detach("job")) == {"_foreach_zero_": 1}
+    assert len(weights) == 14
+    one_by_one = launches(lambda: [pair.a.clone() for pair in weights.values()])
+    assert sum(one_by_one.values()) == 14, "it can count"
