@@ -98,7 +98,7 @@ def measure(file: Path, output: Path) -> None:
     spent.watch(Engine, "_run", "forward and backward")
     spent.watch(Engine, "_compose", "composing")
     spent.watch(Engine, "_step", "optimiser steps")
-    spent.watch(Recorder, "_written", "adapters written")
+    spent.watch(Recorder, "_export", "adapters looked at")
     started: list[tuple[float, int]] = []
 
     class Watched(ProgressLines):

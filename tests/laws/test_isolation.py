@@ -178,7 +178,8 @@ def test_a_job_that_moves_between_engines_trains_as_if_it_had_stayed(alone):
         for done in engine.run_nano_batch().steps:
             driver.on_step(done)
             watcher.on_step(driver, done)
-    state = engine.detach(spec.name)
+    state = engine.state(spec.name)
+    engine.detach(spec.name)
 
     second = SuperModel(base_model())
     engine = Engine(second, budget_tokens=256, bucket_step=32)

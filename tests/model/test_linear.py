@@ -15,7 +15,7 @@ from tlora.kernels.streams import threshold
 from tlora.model.adapters import AdapterWeights, LoraPair
 from tlora.model.linear import LoraLinear, SharedInput
 from tlora.model.packing import Share, pack
-from tlora.model.pool import GroupPool
+from tlora.model.pool import GroupPool, adapter_of
 from tlora.model.routing import Routing, Scaling
 from tlora.model.targets import Target
 
@@ -90,7 +90,7 @@ def test_each_linear_gives_its_own_output() -> None:
     scene = scene_of_two()
     found = train_once(scene, ["one"], scene)[0]
     x = torch.randn(1, 16, IN, generator=torch.Generator().manual_seed(1))
-    pair = scene.pool.weights("one")["q"]
+    pair = adapter_of({name: rows.value for name, rows in scene.pool.views("one")})["q"]
     q = x @ scene.q.weight.T + scene.q.bias
     q[:, :4] += 0.5 * x[:, :4] @ pair.a.T @ pair.b.T
     k = x @ scene.k.weight.T + scene.k.bias

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.comparing import same_bits
 
 from tlora.model.adapters import AdapterWeights, LoraPair
-from tlora.model.pool import GroupPool, RankRows, RowAllocator, Slot
+from tlora.model.pool import GroupPool, RankRows, RowAllocator, Slot, adapter_of
 from tlora.model.targets import Target
 
 CPU = torch.device("cpu")
@@ -44,6 +44,10 @@ def fill(pool: GroupPool, job: str, value: float) -> None:
     for _, views in pool.views(job):
         for i, view in enumerate((views.grad, views.exp_avg, views.exp_avg_sq)):
             view.fill_(value + i)
+
+
+def weights_of(pool: GroupPool, job: str) -> AdapterWeights:
+    return adapter_of({name: views.value.clone() for name, views in pool.views(job)})
 
 
 def contents(pool: GroupPool, job: str) -> dict[str, list[torch.Tensor]]:
@@ -154,7 +158,7 @@ def test_what_is_attached_comes_back(ranks: tuple[int, ...]) -> None:
     pool.attach("other", adapter((3, 3, 3), seed=1))
     weights = adapter(ranks)
     pool.attach("job", weights)
-    assert same_adapter(pool.weights("job"), weights)
+    assert same_adapter(weights_of(pool, "job"), weights)
     pool.check_integrity()
 
 
@@ -209,15 +213,29 @@ def test_parts_are_the_rows_of_the_views() -> None:
     assert pool.parts("elsewhere") == []
 
 
-def test_weights_are_a_copy() -> None:
-    """What was handed out does not move with the training."""
+def test_the_given_matrices_are_copied() -> None:
+    """What was handed in does not move with the training."""
     pool, given_in = GroupPool(TARGETS, capacity=8, device=CPU), adapter((2, 2, 2))
     pool.attach("job", given_in)
-    copy = pool.weights("job")
     for _, views in pool.views("job"):
         views.value.add_(1.0)
-    assert same_adapter(copy, adapter((2, 2, 2)))
     assert same_adapter(given_in, adapter((2, 2, 2)))
+    assert not same_adapter(weights_of(pool, "job"), given_in)
+
+
+def test_cuts_name_the_matrices_of_each_part() -> None:
+    """Split at the ranks they say, the parts are the views, to the bit; a linear without an adapter
+    is in none of them."""
+    pool = GroupPool(TARGETS, capacity=8, device=CPU)
+    pool.attach("before", adapter((1, 2, 3), seed=1))
+    pool.attach("job", adapter((2, 0, 3)))
+    views, found = dict(pool.views("job")), {}
+    for (tensors, first, rows), cut in zip(pool.parts("job"), pool.cuts("job"), strict=True):
+        matrices = tensors.value.detach()[first : first + rows].split([rank for _, rank in cut])
+        found |= {name: matrix for (name, _), matrix in zip(cut, matrices, strict=True)}
+    assert found.keys() == views.keys()
+    assert all(same_bits(found[name], views[name].value) for name in found)
+    assert not same_bits(found["q.lora_A"], views["q.lora_A"].value.flip(0))
 
 
 def test_a_new_job_starts_with_empty_gradients_and_moments() -> None:
@@ -302,7 +320,7 @@ def test_a_job_on_none_of_the_linears_takes_no_rows() -> None:
     """It targets other groups: no slot, no views, and leaving is no error."""
     pool = GroupPool(TARGETS, capacity=8, device=CPU)
     pool.attach("elsewhere", {"mlp": LoraPair(torch.ones(2, 6), torch.ones(4, 2))})
-    assert (pool.slots, pool.views("elsewhere"), pool.weights("elsewhere")) == ({}, [], {})
+    assert (pool.slots, pool.views("elsewhere"), pool.cuts("elsewhere")) == ({}, [], [])
     pool.detach("elsewhere")
     assert held(pool) == 0
 

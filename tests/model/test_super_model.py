@@ -249,7 +249,7 @@ def test_places_change_with_every_attach_and_detach(monkeypatch: pytest.MonkeyPa
     def no_room(job: str, weights: AdapterWeights) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(model.pools[-1], "attach", no_room)
+    monkeypatch.setattr(model.pools[-1], "claim", no_room)
     with pytest.raises(MemoryError):
         model.attach("b", adapter, scale=1.0)
     seen.append(model.places)
@@ -314,7 +314,8 @@ def test_attach_and_detach_leave_neighbours_untouched() -> None:
     before = super_logits(model, batch)["a"]
     model.attach("guest", guest, scale=2.0)
     during = super_logits(model, batch)["a"]
-    returned = model.detach("guest")
+    returned = model.weights("guest")
+    model.detach("guest")
     after = super_logits(model, batch)["a"]
     assert torch.equal(before, during) and torch.equal(before, after)
     for weights, original in ((returned, guest), (model.weights("a"), tenant.weights)):

@@ -208,6 +208,24 @@ def test_the_view_shows_a_run_as_it_goes(played: tuple[str, str]) -> None:
     assert "59% full" in during and "Ctrl-C again" in during
 
 
+@pytest.mark.parametrize("status", [Status.COMPLETED, Status.STOPPED_EARLY])
+def test_a_job_is_done_when_its_end_is_told(status: Status) -> None:
+    """Before that its files are being written; a failed one has none."""
+    view = LiveProgress(Console(file=io.StringIO()))
+    job, bad = FakeDriver("job"), FakeDriver("bad", status=Status.FAILED)
+    view.start([job, bad], 1024)  # type: ignore[list-item]
+    view.close()
+
+    def shown(driver: FakeDriver) -> str:
+        return view._row(driver, time.perf_counter()).status  # type: ignore[arg-type]
+
+    assert (shown(job), shown(bad)) == ("waiting", "failed")
+    job.status = status
+    assert shown(job) == "saving"
+    view.on_end(result_of(job))
+    assert shown(job) == {Status.COMPLETED: "done"}.get(status, "stopped early")
+
+
 def test_the_end_leaves_a_table_and_where_everything_is(
     played: tuple[str, str], tmp_path: Path
 ) -> None:

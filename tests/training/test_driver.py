@@ -17,6 +17,7 @@ from support.tiny import (
 
 from tlora.core.errors import JobFailed
 from tlora.core.sequence import TokenSequence
+from tlora.model.snapshot import Snapshot
 from tlora.training.driver import JobDriver, Status
 from tlora.training.engine import Engine
 from tlora.training.learning_rate import learning_rate
@@ -149,13 +150,13 @@ def test_the_best_adapter_is_kept() -> None:
     assert best is not None and best.weights is not None
     assert (best.step, best.loss) == (lowest.step, lowest.loss)
     assert best.step < 12, "the example must overfit"
-    assert not identical(best.weights, story.engine.super_model.weights("job"))
+    assert not identical(best.weights.result(), story.engine.super_model.weights("job"))
     other = tiny_engine()
-    other.attach("best", best.weights, scale=job.lora.scale)
+    other.attach("best", best.weights.result(), scale=job.lora.scale)
     assert evaluate(other, "best", held_out).loss == pytest.approx(best.loss, rel=1e-6)
 
 
-ENGINE = SimpleNamespace(super_model=SimpleNamespace(weights=lambda name: {}))
+ENGINE = SimpleNamespace(super_model=SimpleNamespace(snapshot=lambda name, make: Snapshot.of({})))
 
 
 def told(losses: list[float], *, patience: int, total_steps: int = 100) -> JobDriver:
@@ -229,7 +230,7 @@ def test_going_on_from_progress_equals_not_having_stopped() -> None:
     whole = Story(JobDriver(job, rows, held_out))
     first = Story(JobDriver(job, rows, held_out), until=5)
     progress = json.loads(json.dumps(first.driver.progress()))
-    state = first.engine.detach("job")
+    state = first.engine.state("job")
     driver, engine = JobDriver(job, rows, held_out), tiny_engine()
     driver.restore(progress)
     driver.attach(engine, state.weights, state)

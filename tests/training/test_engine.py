@@ -193,7 +193,9 @@ def misuses() -> dict[str, tuple[Callable[[Engine], object], str]]:
 
     def foreign_state(engine: Engine) -> None:
         Fed("other", [], rank=5).attach(engine)
-        Fed("new", []).attach(engine, state=engine.detach("other"))
+        state = engine.state("other")
+        engine.detach("other")
+        Fed("new", []).attach(engine, state=state)
 
     blank = sequence([1, 2, 3], prompt=3)
     return {
@@ -698,7 +700,8 @@ def moved(job: Fed, first: Engine, second: Engine, *, after: int, partial: bool)
         job.feed(first)
         first.run_nano_batch()
         assert len(job.steps) == after
-    state = first.detach(job.name)
+    state = first.state(job.name)
+    first.detach(job.name)
     assert state.step == after and not first.jobs
     job.attach(second, weights=state.weights, state=state)
     list(drive(second, [job]))
@@ -732,7 +735,7 @@ def test_a_lost_moment_shows() -> None:
     for _ in drive(first, [job]):
         if len(job.steps) == 2:
             break
-    job.attach(second, weights=first.detach("job").weights)
+    job.attach(second, weights=first.state("job").weights)
     list(drive(second, [job]))
     assert not distance(weights(second, job), expected) < ROUNDING
 
@@ -895,15 +898,15 @@ def test_an_attach_that_breaks_off_leaves_nothing_behind(
         return Fed("neighbour", batches(3, [4, 4]))
 
     pool, late = engine.super_model.pools[-1], Fed("late", batches(2, [4]))
-    attach = pool.attach
+    claim = pool.claim
 
     def no_room(job: str, weights: AdapterWeights) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(pool, "attach", no_room)
+    monkeypatch.setattr(pool, "claim", no_room)
     with pytest.raises(torch.OutOfMemoryError):
         train(engine, [late])
-    monkeypatch.setattr(pool, "attach", attach)
+    monkeypatch.setattr(pool, "claim", claim)
     assert not engine.jobs
     engine.check_integrity()
     other = neighbour()

@@ -4,11 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support.tiny import spec, tiny_super_model
 
 from tlora.core.job import TrainSpec
+from tlora.kernels.adamw import Rows, Work
 from tlora.model.pool import RowViews
 from tlora.training import optimiser
-from tlora.training.optimiser import AdamW
+from tlora.training.optimiser import AdamW, PooledRows
 
 SETTINGS = [
     AdamW(),
@@ -122,3 +124,41 @@ def test_settings_come_from_the_spec() -> None:
     """Betas, epsilon and decay are the job's own."""
     train = TrainSpec(adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-6, weight_decay=0.2)
     assert AdamW.of(train) == AdamW(0.8, 0.9, 1e-6, 0.2)
+
+
+def places_of(work: Work, slot: int) -> list[list[int]]:
+    span = work.spans[slot]
+    return work.table[span.first : span.first + span.size].tolist()
+
+
+def test_the_list_is_right_whoever_comes_and_goes() -> None:
+    """After every change it is the list that is made anew: jobs that stay, a name that comes back
+    in other rows, a pool that grows and moves."""
+    model = tiny_super_model(reserve_rows=12)
+    rows = PooledRows(model)
+
+    def come(name: str, rank: int) -> None:
+        model.attach(name, model.new_adapter(spec(name, lora={"r": rank})), scale=1.0)
+
+    moves = [
+        lambda: come("a", 3),
+        lambda: come("b", 5),
+        lambda: model.detach("a"),
+        lambda: come("c", 2),
+        lambda: come("a", 4),
+        lambda: come("large", 16),
+        lambda: model.detach("b"),
+    ]
+    seen = []
+    for move in moves:
+        move()
+        work, slots = rows.work()
+        parts = [
+            [Rows(*part) for pool in model.pools for part in pool.parts(job)] for job in model.jobs
+        ]
+        fresh = Work.of(parts, "cpu")
+        assert work.spans == fresh.spans and torch.equal(work.table, fresh.table)
+        assert slots == {job: slot for slot, job in enumerate(model.jobs)}
+        seen.append(places_of(work, slots["a"]) if "a" in slots else None)
+    assert seen[0] == seen[1] and seen[2] is None
+    assert seen[4] != seen[0] and seen[5] != seen[4], "other rows, then other memory"

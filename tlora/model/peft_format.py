@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from tlora.core.errors import AdapterError
 from tlora.core.job import LoraSpec
 from tlora.model.adapters import AdapterWeights, LoraPair
 from tlora.model.targets import Target
+from tlora.model.tensor_file import write_tensors
 
 PREFIX = "base_model.model."
 CONFIG = "adapter_config.json"
@@ -81,9 +81,9 @@ def export_adapter(
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for path, pair in weights.items():
-        tensors[f"{PREFIX}{path}.lora_A.weight"] = pair.a.contiguous()
-        tensors[f"{PREFIX}{path}.lora_B.weight"] = pair.b.contiguous()
-    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+        tensors[f"{PREFIX}{path}.lora_A.weight"] = pair.a
+        tensors[f"{PREFIX}{path}.lora_B.weight"] = pair.b
+    write_tensors(directory / WEIGHTS, tensors, metadata={"format": "pt"})
     config = adapter_config(
         lora, list(weights), base_model=base_model, revision=revision, targets=targets
     )

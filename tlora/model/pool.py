@@ -6,6 +6,7 @@ same rows. A job owns a contiguous range in each; attaching and detaching touch 
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -92,11 +93,11 @@ class RankRows:
     def has_copy(self) -> bool:
         return self.operand is not self.value
 
-    def refresh(self, first: int, rows: int) -> None:
-        """These rows of the matrix have changed."""
-        if self.has_copy:
-            place = slice(first, first + rows)
-            self.operand[place].copy_(self.value[place])
+    def copied(self, first: int, rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(copy for kernels, matrix) of these rows, if there is a copy."""
+        if not self.has_copy:
+            return []
+        return [(rows_of(self.operand, first, rows), rows_of(self.value, first, rows))]
 
     def claim(self, rows: int) -> int:
         first = self.allocator.claim(rows)
@@ -109,12 +110,15 @@ class RankRows:
     def release(self, first: int, rows: int) -> None:
         """Free the rows and clear them, so that nothing of a job outlives it."""
         self.allocator.release(first)
-        for view in self.view(first, rows):
-            view.zero_()
-        self.refresh(first, rows)
+        clear(self.slices(first, rows))
+
+    def slices(self, first: int, rows: int) -> list[torch.Tensor]:
+        """All that these rows are: matrix, gradient, moments, and the copy for kernels."""
+        copied = [rows_of(self.operand, first, rows)] if self.has_copy else []
+        return [*self.view(first, rows), *copied]
 
     def view(self, first: int, rows: int) -> RowViews:
-        return RowViews(*(tensor.detach()[first : first + rows] for tensor in self.tensors))
+        return RowViews(*(rows_of(tensor, first, rows) for tensor in self.tensors))
 
     def _grow(self, capacity: int) -> None:
         old = self.allocator.capacity
@@ -131,6 +135,44 @@ class RankRows:
         self.tensors = tensors
         self.allocator.grow(capacity)
         self.growths += 1
+
+
+def rows_of(tensor: torch.Tensor, first: int, rows: int) -> torch.Tensor:
+    """Outside of any graph. There are thousands of these when a job comes or goes: no step more
+    than needed."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor.narrow(0, first, rows)
+
+
+def clear(rows: list[torch.Tensor]) -> None:
+    """By a few launches, however many there are."""
+    for dtype in {each.dtype for each in rows}:
+        torch._foreach_zero_([each for each in rows if each.dtype == dtype])
+
+
+def copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """(to, from), by a few launches where both lie alike."""
+    alike = [pair for pair in pairs if pair[0].is_contiguous() and pair[1].is_contiguous()]
+    if alike:
+        torch._foreach_copy_([to for to, _ in alike], [source for _, source in alike])
+    for to, source in pairs:
+        if not (to.is_contiguous() and source.is_contiguous()):
+            to.copy_(source)
+
+
+def adapter_of(values: Mapping[str, torch.Tensor], *, copied: bool = True) -> AdapterWeights:
+    """Matrices by `PATH.lora_A` and `PATH.lora_B`, as they lie in the pool, as an adapter. A copied
+    one does not hold on to the memory around them; the other is only a way to look at them."""
+    found: AdapterWeights = {}
+    for name, a in values.items():
+        if name.endswith(".lora_A"):
+            path = name.removesuffix(".lora_A")
+            b = values[f"{path}.lora_B"].T
+            if copied:
+                a, b = a.clone(), b.clone(memory_format=torch.contiguous_format)
+            found[path] = LoraPair(a=a, b=b)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,24 +219,40 @@ class GroupPool:
 
     @torch.no_grad()
     def attach(self, job: str, weights: AdapterWeights) -> None:
+        self.claim(job, weights)
+        copy_all(self.places(job, weights))
+        copy_all(self.copied(job))
+
+    def claim(self, job: str, weights: AdapterWeights) -> None:
+        """Rows for the matrices of this group's linears. Raises, with nothing claimed, if a pool
+        cannot grow."""
         assert job not in self.slots, f"{job} is attached already"
         pairs = [weights.get(target.path) for target in self.targets]
         ranks = tuple(0 if pair is None else len(pair.a) for pair in pairs)
-        if not any(ranks):
-            return
-        self.slots[job] = self._claim(ranks)
-        for pair, views in zip(pairs, self._pairs_of(job), strict=True):
-            if pair is not None and views is not None:
-                a, b = views
-                a.value.copy_(pair.a)
-                b.value.copy_(pair.b.T)
-        slot = self.slots[job]
-        self.a.refresh(slot.a_row, sum(slot.ranks))
-        for rows, rank, b_row in zip(self.b, slot.ranks, slot.b_rows, strict=True):
-            rows.refresh(b_row, rank)
+        if any(ranks):
+            self.slots[job] = self._claim(ranks)
+
+    def places(self, job: str, weights: AdapterWeights) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(rows, matrix) for each that is to be filled in; B's rows turned as B is."""
+        found, slot = [], self.slots.get(job)
+        if slot is None:
+            return found
+        a_row = slot.a_row
+        for target, rows, rank, b_row in zip(
+            self.targets, self.b, slot.ranks, slot.b_rows, strict=True
+        ):
+            if rank:
+                pair = weights[target.path]
+                found.append((rows_of(self.a.value, a_row, rank), pair.a))
+                found.append((rows_of(rows.value, b_row, rank).T, pair.b))
+            a_row += rank
+        return found
+
+    def copied(self, job: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(copy for kernels, matrix) of all that a job owns."""
+        return [pair for rows, first, size in self._owned(job) for pair in rows.copied(first, size)]
 
     def _claim(self, ranks: tuple[int, ...]) -> Slot:
-        """Raises, with nothing claimed, if a pool cannot grow."""
         a_row = self.a.claim(sum(ranks))
         b_rows: list[int] = []
         try:
@@ -210,13 +268,15 @@ class GroupPool:
 
     @torch.no_grad()
     def detach(self, job: str) -> None:
-        slot = self.slots.pop(job, None)
-        if slot is None:
-            return
-        self.a.release(slot.a_row, sum(slot.ranks))
-        for rows, rank, b_row in zip(self.b, slot.ranks, slot.b_rows, strict=True):
-            if rank:
-                rows.release(b_row, rank)
+        clear(self.free(job))
+
+    def free(self, job: str) -> list[torch.Tensor]:
+        """Give the job's rows back; the caller clears them."""
+        owned = self._owned(job)
+        self.slots.pop(job, None)
+        for rows, first, _ in owned:
+            rows.allocator.release(first)
+        return [each for rows, first, size in owned for each in rows.slices(first, size)]
 
     def views(self, job: str) -> list[tuple[str, RowViews]]:
         """(name, rows) of every matrix of a job, `PATH.lora_A` before `PATH.lora_B`."""
@@ -229,23 +289,20 @@ class GroupPool:
 
     def parts(self, job: str) -> list[tuple[RowViews, int, int]]:
         """(whole matrices, first row, rows) of all that a job owns; its A of all linears is one."""
+        return [(rows.tensors, first, size) for rows, first, size in self._owned(job)]
+
+    def cuts(self, job: str) -> list[list[tuple[str, int]]]:
+        """For each of `parts`: the names and ranks of the matrices that lie in it."""
         slot = self.slots.get(job)
         if slot is None:
             return []
-        of_b = zip(self.b, slot.b_rows, slot.ranks, strict=True)
-        return [
-            (self.a.tensors, slot.a_row, sum(slot.ranks)),
-            *((rows.tensors, b_row, rank) for rows, b_row, rank in of_b if rank),
+        ranked = [
+            (target.path, rank)
+            for target, rank in zip(self.targets, slot.ranks, strict=True)
+            if rank
         ]
-
-    def weights(self, job: str) -> AdapterWeights:
-        """A copy of the job's matrices, in host memory."""
-        found: AdapterWeights = {}
-        for target, views in zip(self.targets, self._pairs_of(job), strict=True):
-            if views is not None:
-                a, b = (rows.value.to("cpu", copy=True) for rows in views)
-                found[target.path] = LoraPair(a=a, b=b.T.contiguous())
-        return found
+        of_a = [(f"{path}.lora_A", rank) for path, rank in ranked]
+        return [of_a, *([(f"{path}.lora_B", rank)] for path, rank in ranked)]
 
     def check_integrity(self) -> None:
         slots = self.slots.values()
@@ -253,6 +310,16 @@ class GroupPool:
         for i, rows in enumerate(self.b):
             owned = [(slot.b_rows[i], slot.ranks[i]) for slot in slots if slot.ranks[i]]
             rows.allocator.check_integrity(owned)
+
+    def _owned(self, job: str) -> list[tuple[RankRows, int, int]]:
+        slot = self.slots.get(job)
+        if slot is None:
+            return []
+        of_b = zip(self.b, slot.b_rows, slot.ranks, strict=True)
+        return [
+            (self.a, slot.a_row, sum(slot.ranks)),
+            *((rows, b_row, rank) for rows, b_row, rank in of_b if rank),
+        ]
 
     def _pairs_of(self, job: str) -> list[tuple[RowViews, RowViews] | None]:
         slot = self.slots.get(job)

@@ -6,9 +6,9 @@ What a job's step, loss or data is, is not known here.
 
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +23,13 @@ from tlora.kernels.multi_lora.routes import operand_dtype
 from tlora.kernels.streams import threshold
 from tlora.model.adapters import AdapterWeights, LoraPair, new_pair
 from tlora.model.compiling import compile_layers, is_compile_error, run_uncompiled, varies
+from tlora.model.cuda_link import courier_for
 from tlora.model.graphs import Graphs
 from tlora.model.head import PlainHead, find_plain_head
 from tlora.model.linear import Linear, LoraLinear, SharedInput
 from tlora.model.memory import is_out_of_memory
 from tlora.model.packing import PackedBatch, Share, pack
-from tlora.model.pool import GroupPool, RowViews
+from tlora.model.pool import GroupPool, RowViews, adapter_of, clear, copy_all, rows_of
 from tlora.model.probe import (
     check_layer_types,
     check_packing,
@@ -39,9 +40,15 @@ from tlora.model.probe import (
 )
 from tlora.model.rope import separate_sequences
 from tlora.model.routing import Routing, Scaling
+from tlora.model.snapshot import Make, Snapshot
 from tlora.model.targets import choose_targets, find_targets
 
 _numbers = itertools.count()
+
+T = TypeVar("T")
+Held = dict[str, dict[str, torch.Tensor]]
+"""What a job's rows hold: by `value`, `exp_avg` or `exp_avg_sq`, then by `PATH.lora_A` and
+`PATH.lora_B`, as they lie in the pool."""
 
 
 class SuperModel:
@@ -62,6 +69,7 @@ class SuperModel:
         self.routing = Routing(self.device, per_sequence=per_sequence)
         self.targets = find_targets(model)
         self.scalings: dict[str, Scaling] = {}
+        self._courier = courier_for(self.device)
         self._vocabulary = cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
         self.places = 0
         """Another number whenever rows were claimed or freed."""
@@ -137,6 +145,7 @@ class SuperModel:
             for target in choose_targets(job, self.targets)
         }
 
+    @torch.no_grad()
     def attach(
         self, job: str, weights: AdapterWeights, *, scale: float, dropout: float = 0.0
     ) -> None:
@@ -150,25 +159,65 @@ class SuperModel:
         self._forget_places()
         try:
             for pool in self.pools:
-                pool.attach(job, weights)
+                pool.claim(job, weights)
+            self._fill([place for pool in self.pools for place in pool.places(job, weights)])
+            copy_all([pair for pool in self.pools for pair in pool.copied(job)])
         except BaseException:
-            for pool in self.pools:
-                pool.detach(job)
+            self._free(job)
             raise
         self.scalings[job] = Scaling(scale, threshold(dropout))
 
-    def detach(self, job: str) -> AdapterWeights:
-        """Free the job's rows; its matrices come back in host memory."""
-        weights = self.weights(job)
+    @torch.no_grad()
+    def detach(self, job: str) -> None:
+        """Free the job's rows. Who wants what is in them asks before."""
         self._forget_places()
-        for pool in self.pools:
-            pool.detach(job)
+        self._free(job)
         del self.scalings[job]
-        return weights
 
     def weights(self, job: str) -> AdapterWeights:
         """A copy of the job's matrices in host memory."""
-        return {path: pair for pool in self.pools for path, pair in pool.weights(job).items()}
+        return self.snapshot(job, of_weights).result()
+
+    def snapshot(
+        self, job: str, make: Callable[[Held], T], *, moments: bool = False
+    ) -> Snapshot[T]:
+        """What the job's rows hold now, in host memory as soon as it is there; on a device training
+        goes on meanwhile. `make` is called then, by another thread."""
+        parts = [part for pool in self.pools for part in pool.parts(job)]
+        cuts = [cut for pool in self.pools for cut in pool.cuts(job)]
+        kinds = ("value", "exp_avg", "exp_avg_sq") if moments else ("value",)
+        rows = [
+            rows_of(getattr(tensors, kind), first, size)
+            for kind in kinds
+            for tensors, first, size in parts
+        ]
+
+        def made(copies: list[torch.Tensor]) -> T:
+            of_kinds = (copies[i * len(cuts) : (i + 1) * len(cuts)] for i in range(len(kinds)))
+            return make({kind: _cut(of, cuts) for kind, of in zip(kinds, of_kinds, strict=True)})
+
+        return self._courier.take(rows, made)
+
+    def figure(self, value: torch.Tensor) -> Snapshot[float]:
+        """A number that the device is about to know."""
+        return self._courier.take([value.detach().float()], lambda copies: float(copies[0]))
+
+    def bring(self, tensors: list[torch.Tensor], make: Make[T]) -> Snapshot[T]:
+        """Host tensors where the model is, in the background: attaching a job with them is short
+        then."""
+        return self._courier.bring(tensors, make)
+
+    @torch.no_grad()
+    def fill_moments(self, job: str, moments: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """The optimiser's moments of a job that goes on, by kind and matrix."""
+        views = self.views(job)
+        self._fill(
+            [
+                (getattr(rows, kind), tensors[name])
+                for kind, tensors in moments.items()
+                for name, rows in views.items()
+            ]
+        )
 
     def views(self, job: str) -> dict[str, RowViews]:
         """The job's rows with their gradients and moments, by `PATH.lora_A` and `PATH.lora_B`."""
@@ -278,6 +327,17 @@ class SuperModel:
         if rank < 1 or shapes != expected:
             raise ValueError(f"job '{job}': A and B of {path} are {shapes}, not {expected}")
 
+    def _fill(self, places: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """(rows, matrix); matrices in host memory first go to the device together."""
+        here = [index for index, (_, matrix) in enumerate(places) if matrix.device != self.device]
+        brought = self.bring([places[index][1] for index in here], list).result() if here else []
+        for index, matrix in zip(here, brought, strict=True):
+            places[index] = (places[index][0], matrix)
+        copy_all(places)
+
+    def _free(self, job: str) -> None:
+        clear([rows for pool in self.pools for rows in pool.free(job)])
+
     def _forget_places(self) -> None:
         """Rows were claimed or freed, and the pool may have grown: old tables and views are
         void."""
@@ -384,6 +444,20 @@ class SuperModel:
             for group in self._groups:
                 group.clear()
             return find_plain_head(self.model, batch, logits)
+
+
+def of_weights(held: Held) -> AdapterWeights:
+    """Of a snapshot."""
+    return adapter_of(held["value"])
+
+
+def _cut(parts: list[torch.Tensor], cuts: list[list[tuple[str, int]]]) -> dict[str, torch.Tensor]:
+    """The matrices that lie in these parts, one below the other."""
+    found = {}
+    for part, cut in zip(parts, cuts, strict=True):
+        matrices = part.split([rank for _, rank in cut])
+        found |= {name: matrix for (name, _), matrix in zip(cut, matrices, strict=True)}
+    return found
 
 
 def pack_all(sequences: list[torch.Tensor], device: torch.device) -> PackedBatch:

@@ -1,10 +1,16 @@
-"""Adapters out: written, read back, and compared by their logits before anybody is told of them.
+"""Adapters out: written, read back, and compared before anybody is told of them.
+
+The logits of the trained job are compared with those of its matrices, put in place the plain way;
+the files with the matrices, bit for bit. The first needs the model and is launched between
+nano-batches; the second is done by whoever writes the files.
 
 Logits are compared in float32 whatever the base's format: in bfloat16 a forward's rounding is
 larger than what a scale off by one per cent changes.
 """
 
+import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,45 +22,79 @@ from tlora.model.adapters import AdapterWeights
 from tlora.model.packing import Share, pack
 from tlora.model.peft_format import export_adapter, read_adapter
 from tlora.model.plain import plain_adapter
+from tlora.model.pool import adapter_of
 from tlora.model.precision import in_float32
 from tlora.model.probe import TOLERANCE
+from tlora.model.snapshot import Snapshot
 from tlora.model.super_model import SuperModel
 from tlora.runtime.directory import replace_directory
 
 PROBE_TOKENS = 32
 LOGITS_TOLERANCE = TOLERANCE[torch.float32]
+SCALE_ROUNDING = 1e-12
+"""A file's scale is computed from its alpha: the last bits of a float64 may differ."""
 
 
-def export(
-    directory: Path,
-    weights: AdapterWeights,
+def begin_export(
+    weights: Snapshot[AdapterWeights],
     job: JobSpec,
     base: BaseSpec,
     model: SuperModel,
     probe: TokenSequence,
-) -> None:
-    """Put a job's adapter at `directory`, verified; a previous one stays until the new one is
-    whole."""
-    expected = adapter_logits(model, weights, job.lora.scale, probe)
+) -> Callable[[Path], None]:
+    """Look at the logits of an attached job, whose matrices `weights` are, with the model in hand.
+    What comes back needs no model and no device: it puts the adapter at a directory, verified, and
+    a previous one stays until the new one is whole."""
+    difference = look(model, job, probe)
+    targets = model.targets
 
-    def fill(staged: Path) -> None:
-        export_adapter(
-            staged,
-            weights,
-            job.lora,
-            base_model=base.model,
-            revision=base.revision,
-            targets=model.targets,
-        )
-        back = read_adapter(staged, model.targets)
-        error = logits_error(plain_logits(model, back.weights, back.scale, probe), expected)
-        if not error <= LOGITS_TOLERANCE:
-            raise AdapterError(
-                f"job '{job.name}': the exported files give other logits than the trained adapter "
-                f"(by {error:.1%})"
+    def export(directory: Path) -> None:
+        trained = weights.result()
+
+        def fill(staged: Path) -> None:
+            export_adapter(
+                staged,
+                trained,
+                job.lora,
+                base_model=base.model,
+                revision=base.revision,
+                targets=targets,
             )
+            back = read_adapter(staged, targets)
+            same_scale = math.isclose(back.scale, job.lora.scale, rel_tol=SCALE_ROUNDING)
+            if not same_scale or not same_matrices(back.weights, trained):
+                raise AdapterError(
+                    f"job '{job.name}': the exported files hold another adapter than was trained"
+                )
+            error = difference.result()
+            if not error <= LOGITS_TOLERANCE:
+                raise AdapterError(
+                    f"job '{job.name}': the exported matrices give other logits than the trained "
+                    f"adapter (by {error:.1%})"
+                )
 
-    replace_directory(directory, fill)
+        replace_directory(directory, fill)
+
+    return export
+
+
+def look(model: SuperModel, job: JobSpec, probe: TokenSequence) -> Snapshot[float]:
+    """How far the logits of an attached job are from those that its matrices give by hooks. The
+    matrices are read where they lie, and nobody waits for the result."""
+    views = model.views(job.name)
+    matrices = adapter_of({name: rows.value for name, rows in views.items()}, copied=False)
+    trained = _logits(model, job.name, probe)
+    return model.figure(
+        difference_of(plain_logits(model, matrices, job.lora.scale, probe), trained)
+    )
+
+
+def same_matrices(found: AdapterWeights, expected: AdapterWeights) -> bool:
+    """To the bit, but for the sign of a zero."""
+    return found.keys() == expected.keys() and all(
+        torch.equal(pair.a, expected[path].a) and torch.equal(pair.b, expected[path].b)
+        for path, pair in found.items()
+    )
 
 
 def copy(source: Path, directory: Path) -> None:
@@ -68,7 +108,11 @@ def copy(source: Path, directory: Path) -> None:
 
 def logits_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference over the largest logit."""
-    return float((logits - expected).abs().max() / expected.abs().max())
+    return float(difference_of(logits, expected))
+
+
+def difference_of(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    return (logits - expected).abs().max() / expected.abs().max()
 
 
 def adapter_logits(

@@ -48,6 +48,9 @@ WORDS = {
 }
 
 
+TRAINED = (Status.COMPLETED, Status.STOPPED_EARLY)
+
+
 def choose_progress(out: TextIO | None = None) -> Progress:
     """The live view on a terminal that can show it, plain lines anywhere else."""
     console = Console(file=out or sys.stdout, highlight=False)
@@ -81,6 +84,9 @@ class LiveProgress:
         self._trends: dict[str, Trend] = {}
         self._tokens: dict[str, int] = {}
         self._evaluating: set[str] = set()
+        self._told: set[str] = set()
+        """Jobs whose ends were told: their files are on disk."""
+
         self._rows = 0
         self._stopping = False
         self._started = time.perf_counter()
@@ -124,6 +130,7 @@ class LiveProgress:
         self._evaluating.discard(driver.name)
 
     def on_end(self, result: JobResult) -> None:
+        self._told.add(result.job)
         if worth_a_line(result, len(self._drivers)):
             self.say(end_line(result))
 
@@ -175,6 +182,8 @@ class LiveProgress:
     def _row(self, driver: JobDriver, now: float) -> JobRow:
         name, step = driver.name, driver.step
         status = WORDS.get(driver.status)
+        if driver.status in TRAINED and name not in self._told:
+            status = "saving"
         steps_per_s = self._pace.rate(("step", name), now, step)
         left = driver.total_steps - step
         return JobRow(

@@ -8,12 +8,13 @@ from statistics import median
 from tlora.runtime.figures import duration_figure, loss_figure, rate_figure
 from tlora.runtime.pace import Trend
 
-RUNNING = ("waiting", "training", "evaluating")
+RUNNING = ("waiting", "training", "evaluating", "saving")
 TROUBLE = ("failed", "paused")
 STYLES = {
     "waiting": "dim",
     "training": "",
     "evaluating": "cyan",
+    "saving": "cyan",
     "done": "green",
     "stopped early": "green",
     "paused": "bold yellow",

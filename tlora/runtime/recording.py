@@ -1,28 +1,40 @@
-"""Everything a run leaves behind as it goes: metrics, events, adapters, results."""
+"""Everything a run leaves behind as it goes: metrics, events, adapters, results.
+
+Large files are written by a thread of its own (writing.py) from snapshots; a job's end is recorded
+and told when its files are on disk.
+"""
 
 import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tlora.core.errors import TloraError
 from tlora.core.job import BaseSpec
 from tlora.model.adapters import AdapterWeights
 from tlora.model.peft_format import serving_commands
-from tlora.runtime.checkpointing import CheckpointWriter, SaveFailed
+from tlora.model.snapshot import Snapshot
+from tlora.model.super_model import of_weights
 from tlora.runtime.directory import JobResult, RunDirectory
-from tlora.runtime.exporting import copy, export
+from tlora.runtime.exporting import begin_export, copy
 from tlora.runtime.progress import MANY_JOBS, Progress
 from tlora.runtime.resuming import Resumption
 from tlora.runtime.settings import job_settings
 from tlora.runtime.sinks import Sinks
-from tlora.training.checkpoint import Checkpoint
+from tlora.runtime.writing import Order, Writer
+from tlora.training.checkpoint import Checkpoint, prune, save_checkpoint
 from tlora.training.controller import ControllerSettings
 from tlora.training.driver import JobDriver, Status
 from tlora.training.engine import Engine
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFailed:
+    job: str
+    reason: str
 
 
 class Recorder:
@@ -42,7 +54,14 @@ class Recorder:
         self.progress = progress
         self.sinks = sinks
         self.results: list[JobResult] = []
-        self._writer = CheckpointWriter()
+        self._writer = Writer()
+        self._failures: list[SaveFailed] = []
+        """Checkpoints that could not be written, of which nobody knows yet."""
+
+        self._unwritten: dict[str, Exception] = {}
+        """Jobs of which an adapter could not be written, and why; the writer's thread alone
+        looks."""
+
         self.data_keys: dict[str, str] = {}
         """By job: what its checkpoints say of its data."""
 
@@ -100,7 +119,8 @@ class Recorder:
         for driver in drivers:
             self._checkpoint(driver)
         self._writer.flush()
-        failures = self._writer.failures()
+        self._writer.settle()
+        failures = self._take_failures()
         failed = {failure.job for failure in failures}
         saved = [
             f"{each.name}: saved at step {each.step}/{each.total_steps}"
@@ -120,10 +140,15 @@ class Recorder:
                     self.save([driver])
 
     def close(self) -> None:
-        self.progress.close()
-        self.sinks.close_all()
-        self._writer.close()
-        self.directory.close()
+        """All that was handed over is written, and the ends of jobs are recorded, before this
+        returns."""
+        try:
+            self._writer.close()
+            self._writer.settle()
+        finally:
+            self.progress.close()
+            self.sinks.close_all()
+            self.directory.close()
 
     def on_nano_batch(self, outcome: Outcome) -> None:
         measure = {"measure": asdict(outcome.measure)} if outcome.measure else {}
@@ -138,7 +163,8 @@ class Recorder:
         )
         for decision in outcome.decisions:
             self.directory.event("tuned", **asdict(decision) | {"action": decision.action.value})
-        for failure in self._writer.failures():
+        self._writer.settle()
+        for failure in self._take_failures():
             self._pause(failure)
         self.progress.on_nano_batch(outcome)
 
@@ -170,14 +196,27 @@ class Recorder:
         self._metrics(driver, "eval", loss=done.loss, target_tokens=done.target_tokens)
         best = driver.best
         if best is not None and best.step == done.step and best.weights is not None:
+            self._writer.make_room()
             self._export(driver, best.weights, "best")
         self._unrecorded.remove(driver.name)
         self.progress.on_evaluation(driver, done)
 
     def on_end(self, driver: JobDriver) -> None:
-        adapter = None
-        if driver.status in (Status.COMPLETED, Status.STOPPED_EARLY):
-            adapter = self._export_last(driver)
+        """Recorded and told once everything of the job is on disk: it comes after all that was
+        handed over before."""
+        seconds = time.perf_counter() - self._started
+        over = driver.status in (Status.COMPLETED, Status.STOPPED_EARLY)
+
+        def ended() -> None:
+            exported = over and driver.status is not Status.FAILED
+            self._ended(driver, f"{driver.name}/adapter" if exported else None, seconds)
+
+        if over:
+            self._export_last(driver, ended)
+        else:
+            self._writer.submit(Order(driver.name, lambda: None, lambda error: ended()))
+
+    def _ended(self, driver: JobDriver, adapter: str | None, seconds: float) -> None:
         serving = []
         if adapter is not None:
             path = (self.directory.root / adapter).resolve()
@@ -198,7 +237,7 @@ class Recorder:
             best_step=best.step if best else None,
             tokens_seen=driver.tokens_seen,
             sequences_seen=driver.sequences_seen,
-            seconds=round(time.perf_counter() - self._started, 3),
+            seconds=round(seconds, 3),
             adapter=adapter,
             best_adapter=f"{driver.name}/best" if best and self._has_best(driver) else None,
             serving=serving,
@@ -217,16 +256,32 @@ class Recorder:
         self.progress.say(*(each if len(each) < MANY_JOBS else [together]))
 
     def _checkpoint(self, driver: JobDriver) -> None:
+        name, keep = driver.name, driver.spec.save.total_limit
+        parent = self.directory.job(name) / "checkpoints"
         progress = driver.progress() | {
             "metrics_bytes": self._metrics_bytes(driver),
-            "data": self.data_keys.get(driver.name, ""),
+            "data": self.data_keys.get(name, ""),
         }
+        self._writer.make_room(replacing=name)
+        state = self.engine.snapshot(name)
+
+        def write() -> None:
+            save_checkpoint(parent, name, Checkpoint(state.result(), progress))
+            prune(parent, keep)
+
+        def written(error: Exception | None) -> None:
+            if error is not None:
+                reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+                reason = f"cannot save a checkpoint in {parent}: {reason}"
+                self._failures.append(SaveFailed(name, reason))
+
         self._writer.submit(
-            driver.name,
-            self.directory.job(driver.name) / "checkpoints",
-            Checkpoint(self.engine.state(driver.name), progress),
-            keep=driver.spec.save.total_limit,
+            Order(name, write, written, num_bytes=state.num_bytes, replaceable=True)
         )
+
+    def _take_failures(self) -> list[SaveFailed]:
+        failures, self._failures = self._failures, []
+        return failures
 
     def _is_whole(self, driver: JobDriver) -> bool:
         """Engine, driver and metrics stand at the same step."""
@@ -254,34 +309,58 @@ class Recorder:
         path = self._metrics_path(driver)
         return path.stat().st_size if path.exists() else 0
 
-    def _export_last(self, driver: JobDriver) -> str | None:
+    def _export_last(self, driver: JobDriver, then: Callable[[], None]) -> None:
         """The adapter at the end. Where it is the best one, found in this run, it was verified when
         it was written and is copied: with many jobs a look at the logits costs more than a step."""
         best, path = driver.best, self.directory.job(driver.name)
-        found = best is not None and best.step == driver.step and best.weights is not None
-        if found and self._has_best(driver):
-            return self._written(driver, "adapter", lambda: copy(path / "best", path / "adapter"))
-        weights = self.engine.super_model.weights(driver.name)
-        return self._export(driver, weights, "adapter")
+        if best is not None and best.step == driver.step and best.weights is not None:
+            self._write(driver, "adapter", lambda to: copy(path / "best", to), 0, then)
+            return
+        self._writer.make_room()
+        weights = self.engine.super_model.snapshot(driver.name, of_weights)
+        self._export(driver, weights, "adapter", then)
 
-    def _export(self, driver: JobDriver, weights: AdapterWeights, name: str) -> str | None:
-        path, model = self.directory.job(driver.name) / name, self.engine.super_model
-        return self._written(
-            driver,
-            name,
-            lambda: export(path, weights, driver.spec, self.base, model, driver.train[0]),
-        )
+    def _export(
+        self,
+        driver: JobDriver,
+        weights: Snapshot[AdapterWeights],
+        name: str,
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        model = self.engine.super_model
+        try:
+            write = begin_export(weights, driver.spec, self.base, model, driver.train[0])
+        except (OSError, TloraError, RuntimeError, MemoryError) as error:
+            write = _raises(error)
+        self._write(driver, name, write, weights.num_bytes, then)
 
-    def _written(self, driver: JobDriver, name: str, write: Callable[[], None]) -> str | None:
+    def _write(
+        self,
+        driver: JobDriver,
+        name: str,
+        write: Callable[[Path], None],
+        num_bytes: int,
+        then: Callable[[], None],
+    ) -> None:
         """A full disk or a wrong file is this job's failure, not its neighbours'."""
         path = self.directory.job(driver.name) / name
-        try:
-            write()
-        except (OSError, TloraError, RuntimeError, MemoryError) as error:
-            driver.status = Status.FAILED
-            driver.reason = f"the adapter could not be written to {path}: {error}"
-            return None
-        return f"{driver.name}/{name}"
+
+        def unless_failed() -> None:
+            if driver.name in self._unwritten:
+                raise self._unwritten[driver.name]
+            try:
+                write(path)
+            except Exception as error:
+                self._unwritten[driver.name] = error
+                raise
+
+        def written(error: Exception | None) -> None:
+            if error is not None and driver.status is not Status.FAILED:
+                driver.status = Status.FAILED
+                driver.reason = f"the adapter could not be written to {path}: {error}"
+            then()
+
+        self._writer.submit(Order(driver.name, unless_failed, written, num_bytes=num_bytes))
 
     def _metrics(self, driver: JobDriver, kind: str, **values: object) -> None:
         fields = ("loss", "lr", "grad_norm", "target_tokens")
@@ -304,3 +383,10 @@ class Recorder:
         except OSError as error:
             self._pause(SaveFailed(driver.name, f"its metrics cannot be written: {error.strerror}"))
         self.sinks.log(driver.name, driver.step, kind, values)
+
+
+def _raises(error: Exception) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        raise error
+
+    return write

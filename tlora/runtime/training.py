@@ -173,8 +173,7 @@ def enter_job(
 def load_super_model(spec: RunSpec, device: torch.device) -> SuperModel:
     return SuperModel(
         load_base(spec.base, device),
-        # One more of the largest: an export is checked beside the job it comes from.
-        reserve_rows=sum(job.lora.r for job in spec.jobs) + max(job.lora.r for job in spec.jobs),
+        reserve_rows=sum(job.lora.r for job in spec.jobs),
         per_sequence=spec.engine.isolation == "exact",
         gradient_checkpointing=spec.engine.gradient_checkpointing,
         compiled=device.type == "cuda" if spec.engine.compile == "auto" else spec.engine.compile,

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import load
 
 from tlora.core.errors import TloraError
 from tlora.model.adapters import LoraPair
+from tlora.model.tensor_file import Written, write_tensors
 from tlora.training.engine_job import JobState
 
 VERSION = 1
@@ -55,31 +56,13 @@ def checkpoint_name(step: int) -> str:
 
 def save_checkpoint(parent: Path, job: str, checkpoint: Checkpoint) -> Path:
     """Write a new checkpoint under `parent`. Raises OSError, leaving what was there."""
-    state = checkpoint.state
-    name = checkpoint_name(state.step)
-    contents = {
-        ADAPTER: save(_adapter_tensors(state)),
-        OPTIMIZER: save(_optimizer_tensors(state)),
-        CURSOR: json.dumps({"v": VERSION, **checkpoint.progress}).encode(),
-    }
-    manifest = {
-        "v": VERSION,
-        "job": job,
-        "step": state.step,
-        "files": {
-            file: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-            for file, data in contents.items()
-        },
-    }
-    signed = {**manifest, "sha256": _manifest_digest(manifest)}
-    contents[MANIFEST] = json.dumps(signed, indent=2).encode()
+    name = checkpoint_name(checkpoint.state.step)
     parent.mkdir(parents=True, exist_ok=True)
     staged = parent / f".{name}.{os.getpid()}"
     shutil.rmtree(staged, ignore_errors=True)
     try:
         staged.mkdir()
-        for file, data in contents.items():
-            _write_synced(staged / file, data)
+        _fill(staged, job, checkpoint)
         sync_directory(staged)
         target = parent / name
         if target.exists():
@@ -92,6 +75,27 @@ def save_checkpoint(parent: Path, job: str, checkpoint: Checkpoint) -> Path:
         raise
     sync_directory(parent)
     return target
+
+
+def _fill(staged: Path, job: str, checkpoint: Checkpoint) -> None:
+    state = checkpoint.state
+    cursor = json.dumps({"v": VERSION, **checkpoint.progress}).encode()
+    _write_synced(staged / CURSOR, cursor)
+    written = {
+        ADAPTER: write_tensors(staged / ADAPTER, _adapter_tensors(state)),
+        OPTIMIZER: write_tensors(staged / OPTIMIZER, _optimizer_tensors(state)),
+        CURSOR: Written(len(cursor), hashlib.sha256(cursor).hexdigest()),
+    }
+    manifest = {
+        "v": VERSION,
+        "job": job,
+        "step": state.step,
+        "files": {
+            file: {"bytes": each.num_bytes, "sha256": each.sha256} for file, each in written.items()
+        },
+    }
+    signed = {**manifest, "sha256": _manifest_digest(manifest)}
+    _write_synced(staged / MANIFEST, json.dumps(signed, indent=2).encode())
 
 
 def prune(parent: Path, keep: int | None) -> None:
@@ -146,14 +150,14 @@ def load_checkpoint(path: Path) -> Checkpoint:
 def _adapter_tensors(state: JobState) -> dict[str, torch.Tensor]:
     tensors = {}
     for path, pair in state.weights.items():
-        tensors[f"{path}.lora_A"] = pair.a.contiguous()
-        tensors[f"{path}.lora_B"] = pair.b.contiguous()
+        tensors[f"{path}.lora_A"] = pair.a
+        tensors[f"{path}.lora_B"] = pair.b
     return tensors
 
 
 def _optimizer_tensors(state: JobState) -> dict[str, torch.Tensor]:
-    return {f"{key}.exp_avg": tensor.contiguous() for key, tensor in state.exp_avg.items()} | {
-        f"{key}.exp_avg_sq": tensor.contiguous() for key, tensor in state.exp_avg_sq.items()
+    return {f"{key}.exp_avg": tensor for key, tensor in state.exp_avg.items()} | {
+        f"{key}.exp_avg_sq": tensor for key, tensor in state.exp_avg_sq.items()
     }
 
 

@@ -14,6 +14,8 @@ from tlora.core.job import JobSpec
 from tlora.core.sequence import Sequences
 from tlora.data.cursor import Cursor, next_batch, total_steps
 from tlora.model.adapters import AdapterWeights
+from tlora.model.snapshot import Snapshot
+from tlora.model.super_model import of_weights
 from tlora.training.engine import Engine
 from tlora.training.engine_job import JobState
 from tlora.training.learning_rate import learning_rate
@@ -35,7 +37,7 @@ class Best:
 
     step: int
     loss: float
-    weights: AdapterWeights | None
+    weights: Snapshot[AdapterWeights] | None
     """None after a resume: they were written when they were found."""
 
 
@@ -165,7 +167,7 @@ class JobDriver:
         if self.step == 0:
             self.first_eval_loss = done.loss
         elif self.best is None or done.loss < self.best.loss:
-            weights = engine.super_model.weights(self.name)
+            weights = engine.super_model.snapshot(self.name, of_weights)
             self.best = Best(self.step, done.loss, weights)
             self._without_improvement = 0
         else:

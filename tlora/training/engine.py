@@ -21,8 +21,9 @@ from tlora.core.sequence import Sequences, TokenSequence
 from tlora.model.adapters import AdapterWeights
 from tlora.model.memory import is_out_of_memory
 from tlora.model.packing import pack
+from tlora.model.snapshot import Snapshot
 from tlora.model.super_model import SuperModel
-from tlora.training import loss, optimiser
+from tlora.training import loss, moving, optimiser
 from tlora.training.batch import Batch, StepRequest
 from tlora.training.compose import Composition, Kind, buckets_for, compose
 from tlora.training.controller import Controller, Measure
@@ -96,7 +97,8 @@ class Engine:
         state: JobState | None = None,
     ) -> None:
         """Between nano-batches, without touching the neighbours. With `state` the job goes on where
-        it was detached; `weights` are then its weights of that time."""
+        it was detached; `weights` are then its weights of that time. What lies in host memory is
+        copied while the neighbours wait: `moving.bring` copies it before."""
         if not weights:
             raise ValueError(f"job '{name}' adapts no module")
         if weight <= 0:
@@ -113,13 +115,12 @@ class Engine:
             self._restore_moments(name, state)
         self._group += 1
 
-    def detach(self, name: str) -> JobState:
+    def detach(self, name: str) -> None:
         """Free the job's rows. What it was fed and has not stepped on is dropped, and what was
-        launched of it is not reported."""
-        state = self.state(name)
+        launched of it is not reported; who wants its state asks before."""
+        self._job(name)
         self._drop_reports(name)
         self._leave(name)
-        return state
 
     def step(self, name: str) -> int:
         """Steps the job has taken, all told; the last one may not have been reported yet."""
@@ -131,14 +132,11 @@ class Engine:
 
     def state(self, name: str) -> JobState:
         """A copy of all that the job's later steps depend on, in host memory."""
-        job = self._job(name)
-        views = self.super_model.views(name)
-        return JobState(
-            step=job.step,
-            weights=self.super_model.weights(name),
-            exp_avg={key: rows.exp_avg.to("cpu", copy=True) for key, rows in views.items()},
-            exp_avg_sq={key: rows.exp_avg_sq.to("cpu", copy=True) for key, rows in views.items()},
-        )
+        return self.snapshot(name).result()
+
+    def snapshot(self, name: str) -> Snapshot[JobState]:
+        """The same, as of now, without waiting for it: the job may go on or leave meanwhile."""
+        return moving.snapshot(self.super_model, name, step=self._job(name).step)
 
     def feed(self, name: str, sequences: list[TokenSequence], *, loss_scale: float) -> None:
         """Add sequences to the job's current batch; every trained token's loss counts `loss_scale`.
@@ -433,11 +431,9 @@ class Engine:
             optimiser.clear_gradients(list(self.super_model.views(job.name).values()))
             job.replay()
 
-    @torch.no_grad()
     def _restore_moments(self, name: str, state: JobState) -> None:
-        for key, rows in self.super_model.views(name).items():
-            rows.exp_avg.copy_(state.exp_avg[key])
-            rows.exp_avg_sq.copy_(state.exp_avg_sq[key])
+        moments = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
+        self.super_model.fill_moments(name, moments)
 
 
 def _check_sequences(name: str, sequences: Sequences, vocabulary: int) -> int:

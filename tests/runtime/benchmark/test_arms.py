@@ -113,7 +113,7 @@ def test_adapters_are_drawn_once_and_left_as_they_were(ours, work, monkeypatch) 
 def test_pauses_leave_the_model_empty(ours, work) -> None:
     """Both take time, and nobody stays attached."""
     found = pauses(ours, work, BUDGET, repeats=2)
-    assert found.attach_seconds > 0 and found.detach_seconds > 0
+    assert min(found.attach_seconds, found.attach_from_host_seconds, found.detach_seconds) > 0
     assert not ours.jobs
 
 

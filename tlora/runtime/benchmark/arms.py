@@ -13,13 +13,13 @@ from tlora.core.errors import JobFailed
 from tlora.core.job import JobSpec
 from tlora.model.adapters import AdapterWeights
 from tlora.model.super_model import SuperModel
-from tlora.runtime.benchmark.machine import now
+from tlora.runtime.benchmark.machine import free_for_training, now
 from tlora.runtime.benchmark.rounds import Run
 from tlora.runtime.benchmark.workload import Done, Workload
 from tlora.training.driver import JobDriver, Status
 from tlora.training.engine import Engine
-from tlora.training.engine_job import JobState
 from tlora.training.loop import run_jobs
+from tlora.training.moving import bring_weights
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
 
 Adapters = Mapping[str, AdapterWeights]
@@ -35,11 +35,10 @@ class TimedEngine(Engine):
 
     detach_seconds = 0.0
 
-    def detach(self, name: str) -> JobState:
+    def detach(self, name: str) -> None:
         started = now(self.super_model.device)
-        state = super().detach(name)
+        super().detach(name)
         self.detach_seconds += now(self.super_model.device) - started
-        return state
 
 
 class Counter:
@@ -114,7 +113,13 @@ class Pauses:
     """What the neighbours wait when one more job comes or goes: medians."""
 
     attach_seconds: float
+    """Its adapter was brought to the device before, while they trained."""
+
+    attach_from_host_seconds: float
+    """It was not: the copy is waited for."""
+
     detach_seconds: float
+    """With a snapshot of its state, which reaches the host while they train."""
 
 
 PAUSES = 7
@@ -128,7 +133,8 @@ def pauses(
     repeats: int = PAUSES,
     adapters: Adapters | None = None,
 ) -> Pauses:
-    """With all jobs attached, between nano-batches."""
+    """With all jobs attached, between nano-batches: for how long neither host nor device can go on
+    with the next one."""
     adapters = adapters or draw_adapters(model, work.jobs)
     engine = Engine(model, budget_tokens=budget_tokens)
     drivers = [JobDriver(job, work.rows[job.name]) for job in work.jobs]
@@ -136,21 +142,30 @@ def pauses(
         driver.attach(engine, adapters[driver.name])
     last = work.jobs[-1]
     one_more = JobDriver(replace(last, name="one-more"), work.rows[last.name])
-    weights = adapters[last.name]
     attach: list[float] = []
+    from_host: list[float] = []
     detach: list[float] = []
-    for _ in range(repeats + 1):
+    for number in range(2 * (repeats + 1)):
         for driver in drivers:
             driver.advance(engine)
         for step in engine.run_nano_batch().steps:
             next(driver for driver in drivers if driver.name == step.job).on_step(step)
-        started = now(model.device)
+        weights = adapters[last.name]
+        if number % 2:
+            weights = bring_weights(model, weights).result()
+        started = free_for_training(model.device)
         one_more.attach(engine, weights)
-        attached = now(model.device)
+        attached = free_for_training(model.device)
+        state = engine.snapshot(one_more.name)
         engine.detach(one_more.name)
-        attach.append(attached - started)
-        detach.append(now(model.device) - attached)
+        detach.append(free_for_training(model.device) - attached)
+        (attach if number % 2 else from_host).append(attached - started)
+        state.result()
     for driver in drivers:
         engine.detach(driver.name)
-    # The first one warms up.
-    return Pauses(statistics.median(attach[1:]), statistics.median(detach[1:]))
+    # The first ones warm up.
+    return Pauses(
+        attach_seconds=statistics.median(attach[1:]),
+        attach_from_host_seconds=statistics.median(from_host[1:]),
+        detach_seconds=statistics.median(detach[2:]),
+    )

@@ -197,7 +197,7 @@ def _run(settings: Settings, say: Say, started: float) -> Result:
         return None
 
     def watched_pauses() -> Pauses:
-        with lineup.graphs.watched(len(work.jobs) + PAUSES + 1):
+        with lineup.graphs.watched(len(work.jobs) + 2 * (PAUSES + 1)):
             return pauses(ours, work, lineup.budget, adapters=lineup.adapters)
 
     def times_of_linears() -> list[LinearTime]:

@@ -67,6 +67,7 @@ def record(result: Result, command: str) -> dict[str, object]:
         "linears": [linear(each) for each in result.linears],
         "linears_overhead_pct": rounded(overhead_pct(result.linears), 1),
         "attach_ms": rounded(pauses and pauses.attach_seconds * 1e3, 3),
+        "attach_from_host_ms": rounded(pauses and pauses.attach_from_host_seconds * 1e3, 3),
         "detach_ms": rounded(pauses and pauses.detach_seconds * 1e3, 3),
         "peak_bytes": result.peak_bytes,
         "mfu": rounded(result.mfu, 4),

@@ -134,7 +134,9 @@ def sentences(result: Result) -> list[str]:
     if result.pauses is not None:
         found.append(
             f"Attaching one more job pauses the others for "
-            f"{result.pauses.attach_seconds * 1e3:,.1f} ms, detaching it for "
+            f"{result.pauses.attach_seconds * 1e3:,.1f} ms "
+            f"({result.pauses.attach_from_host_seconds * 1e3:,.1f} ms if its adapter is still in "
+            f"host memory), detaching it with a snapshot of its state for "
             f"{result.pauses.detach_seconds * 1e3:,.1f} ms."
         )
     found += _graphs(result)

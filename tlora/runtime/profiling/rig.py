@@ -17,9 +17,10 @@ from tlora.costs.model import NanoBatch, Segment
 from tlora.model.adapters import AdapterWeights, LoraPair
 from tlora.model.super_model import SuperModel
 from tlora.model.targets import Target
-from tlora.runtime.benchmark.machine import Clock, now
+from tlora.runtime.benchmark.machine import Clock, free_for_training, now
 from tlora.runtime.profiling.grid import Plan, dealt
 from tlora.training.engine import Engine
+from tlora.training.moving import bring_weights
 
 LEARNING_RATE = 1e-5
 SCALE = 1.0
@@ -118,24 +119,27 @@ class Rig:
         )
 
     def pauses(self, spec: JobSpec, plan: Plan, *, repeats: int) -> tuple[list[float], list[float]]:
-        """Seconds to attach one more job between nano-batches, and to detach it again."""
-        weights = self.model.new_adapter(spec)
+        """Seconds for which nobody trains when one more job comes, whose adapter was brought to the
+        device before, and when it goes with a snapshot of its state."""
+        weights = bring_weights(self.model, self.model.new_adapter(spec)).result()
         attach: list[float] = []
         detach: list[float] = []
         for _ in range(repeats):
             self.visit(plan)
-            started = now(self.device)
+            started = free_for_training(self.device)
             self.engine.attach("one-more", weights, scale=SCALE)
-            attached = now(self.device)
+            attached = free_for_training(self.device)
+            state = self.engine.snapshot("one-more")
             self.engine.detach("one-more")
             attach.append(attached - started)
-            detach.append(now(self.device) - attached)
+            detach.append(free_for_training(self.device) - attached)
+            state.result()
         return attach, detach
 
     def empty(self) -> None:
-        """All jobs leave, for good; nobody asks for their states, which would take long."""
+        """All jobs leave, for good."""
         for name in self.engine.jobs:
-            self.model.detach(name)
+            self.engine.detach(name)
 
     def _pass(self, hands: Sequence[tuple[str, list[TokenSequence]]]) -> None:
         """One nano-batch, without steps."""

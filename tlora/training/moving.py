@@ -1,0 +1,47 @@
+"""A job's state out of an engine and into one, without holding up its neighbours.
+
+To move a job: `Engine.snapshot`, `Engine.detach`, and in the other engine `bring`, then
+`Engine.attach` with what was brought.
+"""
+
+import torch
+
+from tlora.model.adapters import AdapterWeights, LoraPair
+from tlora.model.snapshot import Snapshot
+from tlora.model.super_model import Held, SuperModel, of_weights
+from tlora.training.engine_job import JobState
+
+
+def snapshot(model: SuperModel, job: str, *, step: int) -> Snapshot[JobState]:
+    def state_of(held: Held) -> JobState:
+        return JobState(step, of_weights(held), held["exp_avg"], held["exp_avg_sq"])
+
+    return model.snapshot(job, state_of, moments=True)
+
+
+def bring_weights(model: SuperModel, weights: AdapterWeights) -> Snapshot[AdapterWeights]:
+    """The start of a job's adapter where the model is: attaching it takes no copy from the host
+    then."""
+
+    def adapter(there: list[torch.Tensor]) -> AdapterWeights:
+        found = iter(there)
+        return {path: LoraPair(a=next(found), b=next(found)) for path in weights}
+
+    return model.bring([each for pair in weights.values() for each in (pair.a, pair.b)], adapter)
+
+
+def bring(model: SuperModel, state: JobState) -> Snapshot[JobState]:
+    """The same with the optimiser's moments, for a job that goes on."""
+    weights, exp_avg, exp_avg_sq = state.weights, state.exp_avg, state.exp_avg_sq
+
+    def there(tensors: list[torch.Tensor]) -> JobState:
+        found = iter(tensors)
+        return JobState(
+            state.step,
+            {path: LoraPair(a=next(found), b=next(found)) for path in weights},
+            {name: next(found) for name in exp_avg},
+            {name: next(found) for name in exp_avg_sq},
+        )
+
+    matrices = [each for pair in weights.values() for each in (pair.a, pair.b)]
+    return model.bring([*matrices, *exp_avg.values(), *exp_avg_sq.values()], there)
