@@ -29,7 +29,14 @@ if KERNELS_RUN:
 
 # Measured errors: float32 2e-7, float16 6e-4, bf16 4e-3; a scale off by 1 % gives 1e-2.
 LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 6e-3}
-SMALL = Tiles(shrink_tokens=16, shrink_rank=32, expand_tokens=32, chunk_tokens=16, chunk_rank=32)
+SMALL = Tiles(
+    shrink_tokens=16,
+    shrink_rank=32,
+    expand_tokens=32,
+    chunk_tokens=16,
+    chunk_rank=32,
+    stack_rank=32,
+)
 LINEARS = [4, 5, 6]
 
 
