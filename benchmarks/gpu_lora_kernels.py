@@ -20,6 +20,7 @@ import math
 import multiprocessing
 import os
 import statistics
+import subprocess
 import sys
 import time
 import zlib
@@ -66,7 +67,7 @@ LIMIT = 6e-3
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting by name. The first of a kernel is the scheme of one program per possible item."""
+    """A setting by name."""
 
     name: str
     tuning: Tuning
@@ -74,6 +75,11 @@ class Candidate:
     """Tokens of a chunk (`reduce`) or of an item (`expand`); 0: as settings.py says."""
 
     stack: int = 0
+    """Rank rows of the gradient of A that a program holds."""
+
+    block: int = 0
+    """Tokens of a block of `shrink`."""
+
     core: bool = False
     """Timed for every model; the rest for the first only."""
 
@@ -81,6 +87,8 @@ class Candidate:
         tiles = Tiles.for_tokens(num_tokens)
         if self.chunk:
             tiles = replace(tiles, chunk_tokens=self.chunk, expand_tokens=self.chunk)
+        if self.block:
+            tiles = replace(tiles, shrink_tokens=self.block)
         return replace(tiles, stack_rank=self.stack) if self.stack else tiles
 
 
@@ -96,75 +104,87 @@ def _default(kernel: str) -> Candidate:
 
 
 def candidates(kernel: str, num_tokens: int) -> list[Candidate]:
+    """wN: warps, sN: stages, pN: programs per multiprocessor, rN: most registers. `turned<64`: rank
+    tiles below 64 as [features, rank rows]. A star marks what settings.py says."""
     c, t = Candidate, _tuned
-    chunk = settings.chunk_tokens(num_tokens)
-    other = 512 if chunk != 512 else 1024 if num_tokens > 2048 else 256
+    # The usual chunk is a job's tokens where jobs are as long as here.
+    other = 256 if num_tokens <= 2048 else 512
     expand = settings.expand_tokens(num_tokens)
+    few = {"turned": 64, "registers": 128}
     lists = {
         "reduce_b": [
-            c("old", t(128, 256, 8, 2, 0), core=True),
-            _default("reduce_b"),
-            c("loop", t(128, 256, 8, 2, 1), core=True),
-            c("loop, turned<64", t(128, 256, 8, 2, 1, turned=64), core=True),
-            c("loop, turned", t(128, 256, 8, 2, 1, turned=128)),
-            c("64x256 w8 s3, turned<64", t(64, 256, 8, 3, 1, turned=64), core=True),
-            c("64x256 w8 s3", t(64, 256, 8, 3, 1)),
-            c("64x128 w4 s3 p2, turned<64", t(64, 128, 4, 3, 2, turned=64), core=True),
+            c("one program per item", t(128, 256, 8, 2, 0), core=True),
+            c("128x256 w8 s2 p1", t(128, 256, 8, 2, 1), core=True),
+            c("128x256 w8 s2 p1 turned<64", t(128, 256, 8, 2, 1, turned=64), core=True),
+            c("128x256 w8 s2 p1 turned", t(128, 256, 8, 2, 1, turned=128)),
+            c("64x256 w8 s3 p1 turned<64", t(64, 256, 8, 3, 1, turned=64), core=True),
+            c("64x128 w8 s3 p2 turned<64", t(64, 128, 8, 3, 2, **few), core=True),
+            c("64x128 w4 s3 p2 turned<64", t(64, 128, 4, 3, 2, turned=64), core=True),
             c("64x128 w4 s3 p2", t(64, 128, 4, 3, 2)),
-            c("64x128 w4 s2 p3, turned<64", t(64, 128, 4, 2, 3, turned=64, registers=168)),
-            c("64x128 w8 s3 p2, turned<64", t(64, 128, 8, 3, 2, turned=64, registers=128)),
-            c("loop, turned<64, chunk", t(128, 256, 8, 2, 1, turned=64), other, core=True),
-            c("64x128 w4 s3 p2, turned<64, chunk", t(64, 128, 4, 3, 2, turned=64), other),
+            c("64x128 w4 s2 p3 turned<64", t(64, 128, 4, 2, 3, turned=64, registers=168)),
+            c("128x128 w8 s2 p1 turned<64", t(128, 128, 8, 2, 1, turned=64)),
+            c("128x256 w8 s2 p1 turned<64, chunk", t(128, 256, 8, 2, 1, turned=64), other),
+            c("64x128 w8 s3 p2 turned<64, chunk", t(64, 128, 8, 3, 2, **few), other, core=True),
         ],
         "sum": [
-            c("old", t(32, 0, 4, 3, 0), core=True),
-            _default("sum"),
-            c("16 p8", t(16, 0, 4, 3, 8), core=True),
+            c("one program per item", t(32, 0, 4, 3, 0), core=True),
+            c("16 w4 p8", t(16, 0, 4, 3, 8), core=True),
             c("8 w2 p16", t(8, 0, 2, 3, 16)),
-            c("32 p4", t(32, 0, 4, 3, 4)),
+            c("32 w4 p4", t(32, 0, 4, 3, 4)),
         ],
         "reduce_a": [
-            c("old", t(64, 64, 4, 3, 0, registers=128), core=True),
-            _default("reduce_a"),
-            c("loop", t(64, 64, 4, 3, 4, registers=128), core=True),
-            c("loop, turned<64", t(64, 64, 4, 3, 4, turned=64), core=True),
-            c("loop, turned", t(64, 64, 4, 3, 4, turned=128), core=True),
-            c("64x64 s4 p3, turned", t(64, 64, 4, 4, 3, turned=128)),
-            c("128x64 s2 p3, turned", t(128, 64, 4, 2, 3, turned=128)),
-            c("64x128 s3 p3, turned<64", t(64, 128, 4, 3, 3, turned=64, registers=168)),
-            c("64x128 w8 s3 p3, turned<64", t(64, 128, 8, 3, 2, turned=64)),
-            c("stack 128, turned", t(64, 64, 4, 3, 3, turned=256, registers=168), 0, 128),
-            c("loop, turned, chunk", t(64, 64, 4, 3, 4, turned=128), other, core=True),
-            c("stack 128, chunk", t(64, 64, 4, 3, 3, turned=256, registers=168), other, 128),
+            c("one program per item", t(64, 64, 4, 3, 0, registers=128), core=True),
+            c("64x64 w4 s3 p4", t(64, 64, 4, 3, 4, registers=128), core=True),
+            c("64x64 w4 s3 p4 turned<64", t(64, 64, 4, 3, 4, **few), core=True),
+            c("64x64 w4 s3 p4 turned", t(64, 64, 4, 3, 4, turned=128)),
+            c("64x64 w4 s4 p3 turned", t(64, 64, 4, 4, 3, turned=128)),
+            c("64x128 w4 s3 p3 turned<64", t(64, 128, 4, 3, 3, turned=64, registers=168)),
+            c("64x128 w8 s3 p2 turned<64", t(64, 128, 8, 3, 2, **few), core=True),
+            c("128x128 w8 s2 p2 turned<64", t(128, 128, 8, 2, 2, **few), core=True),
+            c("64x256 w8 s3 p1 turned<64", t(64, 256, 8, 3, 1, turned=64)),
+            c("64x64 w4 s3 p3 stack 128", t(64, 64, 4, 3, 3, turned=256, registers=168), 0, 128),
+            c("64x128 w8 s3 p2 stack 128", t(64, 128, 8, 3, 2, **few), 0, 128, core=True),
+            c("64x64 w4 s3 p4 turned<64, chunk", t(64, 64, 4, 3, 4, **few), other),
+            c("64x128 w8 s3 p2 turned<64, chunk", t(64, 128, 8, 3, 2, **few), other, core=True),
         ],
-        "expand": [
-            c("old", t(64, 128, 4, 3, 8), core=True),
-            _default("expand"),
-            c("s2 p4", t(64, 128, 4, 2, 4), core=True),
-            c("s2 p4, items of 512", t(64, 128, 4, 2, 4), 512, core=True),
-            c("s2 p5 r96", t(64, 128, 4, 2, 5, registers=96)),
-            c("64x256 w8 s3 p3", t(64, 256, 8, 3, 3), core=True),
-            c("64x256 w8 s2 p2, items of 512", t(64, 256, 8, 2, 2), 512),
-            c("128x128 w8 s2 p2", t(128, 128, 8, 2, 2)),
+        "expand_y": [
+            c("64x128 w4 s2 p8", t(64, 128, 4, 2, 8), core=True),
+            c("64x128 w4 s3 p8", t(64, 128, 4, 3, 8), core=True),
+            c("64x128 w4 s2 p4", t(64, 128, 4, 2, 4)),
+            c("64x128 w4 s2 p4, items of 512", t(64, 128, 4, 2, 4), 512, core=True),
+            c("64x128 w4 s2 p8, items halved", t(64, 128, 4, 2, 8), expand // 2),
+            c("64x256 w8 s2 p2", t(64, 256, 8, 2, 2, registers=128), core=True),
+            c("64x256 w8 s2 p4, items of 512", t(64, 256, 8, 2, 4, registers=128), 512),
+            c("128x128 w8 s2 p2", t(128, 128, 8, 2, 2, registers=128), core=True),
             c("64x64 w4 s3 p8", t(64, 64, 4, 3, 8)),
-            c("s2 p4, shorter items", t(64, 128, 4, 2, 4), expand // 2),
+        ],
+        "expand_dx": [
+            c("64x128 w4 s2 p8", t(64, 128, 4, 2, 8), core=True),
+            c("64x128 w4 s3 p8", t(64, 128, 4, 3, 8), core=True),
+            c("64x128 w4 s2 p4", t(64, 128, 4, 2, 4)),
+            c("64x128 w4 s2 p4, items of 512", t(64, 128, 4, 2, 4), 512, core=True),
+            c("64x128 w4 s2 p8, items halved", t(64, 128, 4, 2, 8), expand // 2),
+            c("64x64 w4 s2 p8", t(64, 64, 4, 2, 8), core=True),
+            c("64x64 w4 s3 p4, items of 512", t(64, 64, 4, 3, 4), 512),
+            c("128x128 w8 s2 p2", t(128, 128, 8, 2, 2, registers=128)),
         ],
         "shrink": [
-            c("old", t(128, 128, 8, 3, 0), core=True),
-            c("loop", t(128, 128, 8, 3, 1), core=True),
+            c("one program per item", t(128, 128, 8, 3, 0), core=True),
+            c("128x128 w8 s3 p1", t(128, 128, 8, 3, 1), core=True),
             c("128x64 w8 s3 p2", t(128, 64, 8, 3, 2, parts=264), core=True),
-            c("128x64 w8 s4 p1", t(128, 64, 8, 4, 1)),
-            c("128x64 w4 s3 p2", t(128, 64, 4, 3, 2, parts=264)),
+            c("128x64 w8 s3 p2, fewer parts", t(128, 64, 8, 3, 2)),
+            c("64x64 w4 s3 p3", t(64, 64, 4, 3, 3, parts=264), block=64, core=True),
+            c("64x64 w4 s4 p2", t(64, 64, 4, 4, 2, parts=264), block=64),
         ],
-    }  # fmt: skip
-    name = kernel.split("_")[0] if kernel.startswith(("expand", "shrink")) else kernel
-    found: list[Candidate] = []
-    for one in lists[name]:
-        same = [o for o in found if dataclasses.replace(o, name="", core=False)
-                == dataclasses.replace(one, name="", core=False)]  # fmt: skip
-        if not same:
-            found.append(one)
-    return found
+    }
+    name = "shrink" if kernel == "shrink_x" else kernel
+    usual = _default(name)
+    found: dict[tuple, Candidate] = {}
+    for one in [*lists[name], usual]:
+        found.setdefault((one.tuning, one.chunk, one.stack, one.block), one)
+    key = (usual.tuning, 0, 0, 0)
+    found[key] = replace(found[key], name=found[key].name + " *", core=True)
+    return list(found.values())
 
 
 def segments_of(num_tokens: int, linears: int, dry: bool) -> list[Segment]:
@@ -425,15 +445,16 @@ def time_us(steps: list, rounds: int, device: str) -> float:
         for step in steps[:1]:
             step()
         return (time.perf_counter() - start) * 1e6
+    # Not torch.cuda.graph: it collects garbage and empties the allocator each time.
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        steps[0]()
-    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
         for step in steps:
             step()
+        graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
     graph.replay()
     samples = []
     for _ in range(rounds):
@@ -444,6 +465,7 @@ def time_us(steps: list, rounds: int, device: str) -> float:
         stop.record()
         stop.synchronize()
         samples.append(start.elapsed_time(stop) * 1e3 / 2 / len(steps))
+    graph.reset()
     return statistics.median(samples)
 
 
@@ -512,6 +534,21 @@ def _compile(kernel: str, place: Place, candidate: Candidate, tile: int) -> str:
     return ""
 
 
+def commit() -> str | None:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return run.stdout.strip() or None
+
+
+def versions() -> dict:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    found = {"torch": torch.__version__, "cuda": torch.version.cuda, "triton": triton.__version__}
+    return {"device": device, "versions": found}
+
+
 def stable(*values) -> int:
     return zlib.crc32(repr(values).encode())
 
@@ -524,6 +561,9 @@ class Bench:
         self.file = open(args.json, "a") if args.json else None  # noqa: SIM115
         self.rows: list[dict] = []
         self.compiled: dict = {}
+        self.pool: concurrent.futures.ProcessPoolExecutor | None = None
+        self.facts = {"v": 1, "kind": "gpu_lora_kernels", "commit": commit(), **versions()}
+        self.facts["command"] = " ".join(["python", *sys.argv])
 
     def work(self):
         """What to measure, in order."""
@@ -570,7 +610,7 @@ class Bench:
         try:
             return future.result(timeout=60)
         except Exception as error:  # the pool itself failed: compile here
-            print("compiling ahead failed:", type(error).__name__, error)
+            print("compiling ahead failed:", type(error).__name__, error, flush=True)
             self.compiled.clear()
             return ""
 
@@ -580,8 +620,12 @@ class Bench:
             if self.out_of_time():
                 break
             self.run_place(place, list(items))
-        if self.compiled:
+
+    def close(self) -> None:
+        if self.pool is not None:
             self.pool.shutdown(wait=False, cancel_futures=True)
+        if self.file:
+            self.file.close()
 
     def out_of_time(self) -> bool:
         return time.monotonic() - self.began > self.args.seconds
@@ -609,6 +653,7 @@ class Bench:
 
     def run_one(self, place, kernel, candidate, tile, layers, blocks, known) -> None:
         row = {
+            **self.facts,
             "model": place.model,
             "tokens": place.num_tokens,
             "group": place.group,
@@ -721,14 +766,13 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     if not args.dry:
         _remember_compiled()
-        print(
-            torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__
-        )
+        print(versions())
     bench = Bench(args)
     try:
         bench.run()
     finally:
         bench.tables()
+        bench.close()
 
 
 if __name__ == "__main__":

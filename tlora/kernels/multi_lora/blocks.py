@@ -75,9 +75,6 @@ class Tiles:
     stack_rank: int = 64
     """The same for the gradient of A, whose linears are one problem: beyond it X is read again."""
 
-    def held_rank(self, name: str) -> int:
-        return self.stack_rank if name == "reduce_a" else self.chunk_rank
-
     @classmethod
     def for_tokens(cls, num_tokens: int) -> "Tiles":
         """What settings.py says."""
@@ -131,6 +128,14 @@ class Layout:
             "reduce_a": long * n * ceil(self.max_rank / tiles.stack_rank),
             "reduce_b": long * chunk_pieces,
         }
+
+    def most_rank(self, name: str) -> int:
+        """Rank rows of the widest row that a list may have."""
+        tiles = self.tiles
+        caps = {"reduce_a": tiles.stack_rank}
+        caps |= dict.fromkeys(("shrink_x", "shrink_dy"), tiles.shrink_rank)
+        is_stacked = name in ("shrink_x", "expand_dx", "reduce_a")
+        return min(caps.get(name, tiles.chunk_rank), self.s_width if is_stacked else self.max_rank)
 
     @cached_property
     def first_row(self) -> dict[str, int]:

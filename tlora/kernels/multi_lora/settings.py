@@ -56,27 +56,34 @@ class Shape:
     """Whether jobs may have it and the kernel has to do with it."""
 
 
-# Measured on one H200, 8B shapes, 8,192 tokens: README.md has the alternatives and their times.
+# Tiles: measured on one H200, 8B shapes, 8,192 tokens (README.md has the alternatives and their
+# times); `programs` and `turned`: what the compiled registers and shared memory allow.
+# benchmarks/gpu_lora_kernels.py times them all.
 TUNINGS: dict[str, Tuning] = {
     "shrink": Tuning(tokens=128, features=64, warps=8, stages=3, programs=2, parts=264),
     "shrink deep": Tuning(tokens=128, features=128, warps=8, stages=3, programs=1),
     # Tiles of four bytes a value would not fit the shared memory otherwise.
     "shrink float32": Tuning(tokens=128, features=32, warps=8, stages=2, programs=2, parts=264),
-    "expand": Tuning(tokens=64, features=128, warps=4, stages=3, programs=8),
+    "expand_y": Tuning(tokens=64, features=128, warps=4, stages=2, programs=8),
+    "expand_dx": Tuning(tokens=64, features=128, warps=4, stages=2, programs=8),
     "reduce_a small": Tuning(tokens=64, features=128, warps=4, stages=3, programs=3),
-    "reduce_a large": Tuning(tokens=64, features=64, warps=4, stages=3, registers=128, programs=4),
+    "reduce_a large": Tuning(
+        tokens=64, features=64, warps=4, stages=3, registers=128, programs=4, turned=64
+    ),
     "reduce_a dropout": Tuning(
         tokens=64, features=64, warps=4, stages=3, registers=128, programs=4
     ),
-    "reduce_b small": Tuning(tokens=64, features=256, warps=4, stages=3, programs=1),
-    "reduce_b large": Tuning(tokens=128, features=256, warps=8, stages=2, programs=1),
-    "reduce_b float32": Tuning(tokens=64, features=128, warps=8, stages=2, programs=1),
+    "reduce_b small": Tuning(tokens=64, features=256, warps=4, stages=3, programs=2),
+    "reduce_b large": Tuning(tokens=128, features=256, warps=8, stages=2, programs=1, turned=64),
+    "reduce_b float32": Tuning(
+        tokens=64, features=128, warps=8, stages=2, registers=255, programs=1
+    ),
     "sum": Tuning(tokens=16, features=0, programs=8),
 }
 
 
 def tuning(kernel: str, shape: Shape) -> Tuning:
-    """The settings of one of shrink, expand, reduce_a, reduce_b, sum."""
+    """The settings of one of shrink, expand_y, expand_dx, reduce_a, reduce_b, sum."""
     return TUNINGS[_case(kernel, shape)]
 
 
@@ -102,7 +109,7 @@ STACK_RANK = 64
 
 def chunk_tokens(num_tokens: int) -> int:
     """Tokens that one program of the gradients walks, so that a small bucket fills the device."""
-    return min(1024, max(256, num_tokens // 8))
+    return min(1024, max(256, num_tokens // 4))
 
 
 def expand_tokens(num_tokens: int) -> int:

@@ -292,7 +292,7 @@ def reduce(
         layout.first_row[name], *three(linears), part[0].numel() if fused else 0,
         lists.LISTS.index(name), *three(features), max(features), p.shape[1], n, tiles,
         tuning.tokens, tuning.features,
-        rank_classes(min(layout.tiles.held_rank(name), layout.s_width)),
+        rank_classes(layout.most_rank(name)),
         dropout, fused, all(size % tuning.features == 0 for size in features),
         alignment(features), tuning.turned, tuning.programs > 0,
         num_warps=tuning.warps, num_stages=tuning.stages, **tuning.limits,
@@ -340,7 +340,7 @@ def sum_parts(
         ds, part, blocks.table, layout.first_row["shrink_dy"], part[0].numel(),
         lists.LISTS.index("shrink_dy"), *three(features), ds.shape[1], layout.num_linears, per_row,
         tuning.tokens, tile, SUM_PARTS,
-        rank_classes(min(layout.tiles.shrink_rank, layout.s_width)), tuning.programs > 0,
+        rank_classes(layout.most_rank("shrink_dy")), tuning.programs > 0,
         num_warps=tuning.warps, **tuning.limits,
     )  # fmt: skip
 

@@ -423,7 +423,7 @@ def shrink(
         layout.first_row[name], *three(linears), len(s),
         lists.LISTS.index(name), *three(features), s.shape[1],
         layout.num_linears, splits, layout.tiles.shrink_tokens, tuning.features,
-        rank_classes(min(layout.tiles.shrink_rank, layout.s_width)),
+        rank_classes(layout.most_rank(name)),
         layout.dropout and stacked, all(n % tuning.features == 0 for n in features),
         alignment(features), tuning.programs > 0,
         num_warps=tuning.warps, num_stages=tuning.stages, **tuning.limits,
@@ -446,7 +446,7 @@ def expand(
     """y_l = or += the sum of drop(s w_l) over the pieces of the list `name`."""
     layout = blocks.layout
     dropout = layout.dropout and name == "expand_dx"
-    tuning = tuning or tuning_of("expand", shape_of(layout, s, w[0], dropout))
+    tuning = tuning or tuning_of(name, shape_of(layout, s, w[0], dropout))
     features = [y_l.shape[1] for y_l in y]
     tiles = -(-max(features) // tuning.features)
     has_bias = biases is not None and any(bias is not None for bias in biases)
@@ -460,7 +460,7 @@ def expand(
         layout.first_row[name], *three(linears),
         lists.LISTS.index(name), *three(features), s.shape[1], layout.num_linears, tiles,
         tuning.tokens, tuning.features,
-        rank_classes(min(layout.tiles.chunk_rank, layout.s_width)),
+        rank_classes(layout.most_rank(name)),
         dropout, not write, has_bias,
         alignment(features), len(y), layout.max_rank > layout.tiles.chunk_rank,
         num_warps=tuning.warps, num_stages=tuning.stages, **tuning.limits,
