@@ -171,10 +171,10 @@ def candidates(kernel: str, num_tokens: int) -> list[Candidate]:
         "shrink": [
             c("one program per item", t(128, 128, 8, 3, 0), core=True),
             c("128x128 w8 s3 p1", t(128, 128, 8, 3, 1), core=True),
-            c("128x64 w8 s3 p2", t(128, 64, 8, 3, 2, parts=264), core=True),
-            c("128x64 w8 s3 p2, fewer parts", t(128, 64, 8, 3, 2)),
-            c("64x64 w4 s3 p3", t(64, 64, 4, 3, 3, parts=264), block=64, core=True),
-            c("64x64 w4 s4 p2", t(64, 64, 4, 4, 2, parts=264), block=64),
+            c("128x64 w8 s3 p2", t(128, 64, 8, 3, 2, parts=264, registers=128), core=True),
+            c("128x64 w8 s3 p2, fewer parts", t(128, 64, 8, 3, 2, registers=128), core=True),
+            c("64x64 w4 s3 p3", t(64, 64, 4, 3, 3, parts=264, registers=168), block=64, core=True),
+            c("64x128 w4 s2 p2", t(64, 128, 4, 2, 2, parts=264, registers=255), block=64),
         ],
     }
     name = "shrink" if kernel == "shrink_x" else kernel

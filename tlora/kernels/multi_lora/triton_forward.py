@@ -61,16 +61,19 @@ def _shrink_loop(
     BT: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, DROP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     b_s = tl.zeros([BT, BR], dtype=tl.float32)
+    o_k = tl.arange(0, BK)
+    # Offsets within a tile fit int32; the pointers carry the rest.
+    o_x = o_t[:, None] * n + o_k[None, :]
+    o_w = o_r[:, None] * n + o_k[None, :]
     for k in range(k_0, k_1, BK):
-        o_k = k + tl.arange(0, BK)
         m_x, m_w = m_t[:, None], (o_r < rank)[:, None]
         if not EVEN:
-            m_x = m_x & (o_k < n)[None, :]
-            m_w = m_w & (o_k < n)[None, :]
-        b_x = tl.load(p_x + o_t[:, None] * n + o_k[None, :], mask=m_x, other=0.0)  # [BT, BK]
-        b_w = tl.load(p_w + o_r[:, None] * n + o_k[None, :], mask=m_w, other=0.0)  # [BR, BK]
+            m_x = m_x & (o_k < n - k)[None, :]
+            m_w = m_w & (o_k < n - k)[None, :]
+        b_x = tl.load(p_x + k + o_x, mask=m_x, other=0.0)  # [BT, BK]
+        b_w = tl.load(p_w + k + o_w, mask=m_w, other=0.0)  # [BR, BK]
         if DROP:
-            b_x = tl.where(kept(b_rows, feature_hash(o_k), threshold), b_x, 0.0).to(b_x.dtype)
+            b_x = tl.where(kept(b_rows, feature_hash(k + o_k), threshold), b_x, 0.0).to(b_x.dtype)
         b_s = tl.dot(b_x, tl.trans(b_w.to(b_x.dtype)), b_s, input_precision="ieee")
     return b_s
 
@@ -95,22 +98,23 @@ def _shrink_piece(
     steps = tl.cdiv(tl.cdiv(n, BK), SPLITS)
     k_0 = i_split * steps * BK
     k_1 = tl.minimum(k_0 + steps * BK, n)
-    o_t64, o_r64 = o_t.to(tl.int64), o_r.to(tl.int64)
     if DROPOUT:
         if threshold == 0:
-            b_s = _shrink_loop(p_x, p_w, o_t, o_t64, m_t, o_r64, rank, threshold, k_0, k_1, n,
+            b_s = _shrink_loop(p_x, p_w, o_t, o_t, m_t, o_r, rank, threshold, k_0, k_1, n,
                                BT, BK, BR, False, EVEN)  # fmt: skip
         else:
             key = linear_key(uint_bits(tl.load(p_row + KEY)), linear)
             b_rows = row_hash(tl.load(p_rows + start + o_t, mask=m_t, other=0), key)
-            b_s = _shrink_loop(p_x, p_w, b_rows, o_t64, m_t, o_r64, rank, threshold, k_0, k_1, n,
+            b_s = _shrink_loop(p_x, p_w, b_rows, o_t, m_t, o_r, rank, threshold, k_0, k_1, n,
                                BT, BK, BR, True, EVEN)  # fmt: skip
     else:
-        b_s = _shrink_loop(p_x, p_w, o_t, o_t64, m_t, o_r64, rank, threshold, k_0, k_1, n,
+        b_s = _shrink_loop(p_x, p_w, o_t, o_t, m_t, o_r, rank, threshold, k_0, k_1, n,
                            BT, BK, BR, False, EVEN)  # fmt: skip
     # Columns up to the next multiple of eight hold zeros: readers may load 16 bytes at once.
     m_s = m_t[:, None] & (o_r < tl.multiple_of((rank + 7) // 8 * 8, 8))[None, :]
-    o_s = (start + o_t64)[:, None] * W + col + o_r[None, :]
+    o_s = o_t[:, None] * W + o_r[None, :]
+    p_s += start * W + col
+    p_partial += start * W + col
     if SPLITS == 1:
         tl.store(p_s + o_s, (b_s * scale).to(p_s.dtype.element_ty), mask=m_s)
     else:
