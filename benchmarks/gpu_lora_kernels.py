@@ -121,7 +121,6 @@ def candidates(kernel: str, num_tokens: int) -> list[Candidate]:
             c("64x128 w8 s3 p2 turned<64", t(64, 128, 8, 3, 2, **few), core=True),
             c("64x128 w4 s3 p2 turned<64", t(64, 128, 4, 3, 2, turned=64), core=True),
             c("64x128 w4 s3 p2", t(64, 128, 4, 3, 2)),
-            c("64x128 w4 s2 p3 turned<64", t(64, 128, 4, 2, 3, turned=64, registers=168)),
             c("128x128 w8 s2 p1 turned<64", t(128, 128, 8, 2, 1, turned=64)),
             c("128x256 w8 s2 p1 turned<64, chunk", t(128, 256, 8, 2, 1, turned=64), other),
             c("64x128 w8 s3 p2 turned<64, chunk", t(64, 128, 8, 3, 2, **few), other, core=True),
@@ -130,14 +129,12 @@ def candidates(kernel: str, num_tokens: int) -> list[Candidate]:
             c("one program per item", t(32, 0, 4, 3, 0), core=True),
             c("16 w4 p8", t(16, 0, 4, 3, 8), core=True),
             c("8 w2 p16", t(8, 0, 2, 3, 16)),
-            c("32 w4 p4", t(32, 0, 4, 3, 4)),
         ],
         "reduce_a": [
             c("one program per item", t(64, 64, 4, 3, 0, registers=128), core=True),
             c("64x64 w4 s3 p4", t(64, 64, 4, 3, 4, registers=128), core=True),
             c("64x64 w4 s3 p4 turned<64", t(64, 64, 4, 3, 4, **few), core=True),
             c("64x64 w4 s3 p4 turned", t(64, 64, 4, 3, 4, turned=128)),
-            c("64x64 w4 s4 p3 turned", t(64, 64, 4, 4, 3, turned=128)),
             c("64x128 w4 s3 p3 turned<64", t(64, 128, 4, 3, 3, turned=64, registers=168)),
             c("64x128 w8 s3 p2 turned<64", t(64, 128, 8, 3, 2, **few), core=True),
             c("128x128 w8 s2 p2 turned<64", t(128, 128, 8, 2, 2, **few), core=True),
@@ -165,7 +162,6 @@ def candidates(kernel: str, num_tokens: int) -> list[Candidate]:
             c("64x128 w4 s2 p4, items of 512", t(64, 128, 4, 2, 4), 512, core=True),
             c("64x128 w4 s2 p8, items halved", t(64, 128, 4, 2, 8), expand // 2),
             c("64x64 w4 s2 p8", t(64, 64, 4, 2, 8), core=True),
-            c("64x64 w4 s3 p4, items of 512", t(64, 64, 4, 3, 4), 512),
             c("128x128 w8 s2 p2", t(128, 128, 8, 2, 2, registers=128)),
         ],
         "shrink": [
@@ -702,6 +698,7 @@ class Bench:
             rows = [r for r in self.rows if r["kernel"] == kernel]
             if rows:
                 self.table(kernel, rows)
+        self.choice()
         bad = [r for r in self.rows if not r.get("ok")]
         print(f"\n{len(self.rows)} rows, {len(bad)} failed or wrong", *(
             f"\n  {r['model']} {r['tokens']} {r['group']} {r['kernel']} {r['setting']}: "
@@ -739,6 +736,54 @@ class Bench:
                 )  # fmt: skip
             floor = sum({r["group"]: r.get("floor_us", 0) for r in chosen}.values())
             print(f"  {'floor (last setting)':38} {floor * LAYERS[model] / 1e3:.2f} ms")
+
+    def totals(self) -> dict:
+        """ms of a step by model, tokens, kernel and setting, where every group was measured."""
+        found = defaultdict(dict)
+        for r in self.rows:
+            if "us" in r and r["ok"]:
+                key = r["model"], r["tokens"], r["kernel"], r["setting"]
+                found[key][r["group"]] = r["us"], r["tuning"]["features"]
+        return {
+            key: (sum(us for us, _ in groups.values()) * LAYERS[key[0]] / 1e3, features)
+            for key, groups in found.items()
+            if len(groups) == len(MODELS[key[0]])
+            for features in [next(iter(groups.values()))[1]]
+        }
+
+    def choice(self) -> None:
+        """The best of each kernel beside what settings.py says; reduce_b and its sum are one."""
+        totals = self.totals()
+        print("\nms of a step: settings.py (*), best, and which")
+        for model, num_tokens in itertools.product(self.args.models, self.args.tokens):
+            usual_sum = best_sum = 0.0
+            for kernel in self.args.kernels:
+                mine = {
+                    setting: (ms, features)
+                    for (*place, setting), (ms, features) in totals.items()
+                    if place == [model, num_tokens, kernel]
+                }
+                if kernel == "sum" or not mine:
+                    continue
+                if kernel == "reduce_b":
+                    mine = dict(self.with_sums(mine, totals, model, num_tokens))
+                costs = {setting: ms for setting, (ms, _) in mine.items()}
+                best = min(costs, key=costs.__getitem__)
+                usual = next((ms for name, ms in costs.items() if name.endswith("*")), math.nan)
+                usual_sum, best_sum = usual_sum + usual, best_sum + costs[best]
+                print(f"  {model} {num_tokens} {kernel:10} {usual:7.2f} {costs[best]:7.2f}  {best}")
+            if best_sum:
+                print(f"  {model} {num_tokens} together   {usual_sum:7.2f} {best_sum:7.2f}")
+
+    @staticmethod
+    def with_sums(mine: dict, totals: dict, model: str, num_tokens: int):
+        for setting, (ms, features) in mine.items():
+            sums = [
+                cost
+                for (*place, name), (cost, _) in totals.items()
+                if place == [model, num_tokens, "sum"] and name.endswith(f"parts of {features}")
+            ]
+            yield setting, (ms + min(sums, default=0.0), features)
 
     @staticmethod
     def cell(row: dict | None) -> str:
