@@ -7,7 +7,14 @@ from tlora.kernels.multi_lora import blocks
 from tlora.kernels.multi_lora.blocks import Layout, Tiles, build_table
 from tlora.kernels.multi_lora.tables import Segment
 
-TILES = Tiles(shrink_tokens=16, shrink_rank=32, expand_tokens=32, chunk_tokens=32, chunk_rank=16)
+TILES = Tiles(
+    shrink_tokens=16,
+    shrink_rank=32,
+    expand_tokens=32,
+    chunk_tokens=32,
+    chunk_rank=16,
+    stack_rank=16,
+)
 LAYOUT = Layout(
     num_tokens=100,
     in_features=64,

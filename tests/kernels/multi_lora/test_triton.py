@@ -8,7 +8,7 @@ from support.interpreter import DEVICE, DTYPES, KERNELS_RUN, runs_kernels
 
 from tlora.kernels import streams
 from tlora.kernels.multi_lora import Group, Routes, multi_lora, reference
-from tlora.kernels.multi_lora.blocks import Blocks, Layout, Tiles
+from tlora.kernels.multi_lora.blocks import LISTS, Blocks, Layout, Tiles
 from tlora.kernels.multi_lora.tables import Segment
 
 if KERNELS_RUN:
@@ -29,7 +29,14 @@ if KERNELS_RUN:
 
 # Measured errors: float32 2e-7, float16 6e-4, bf16 4e-3; a scale off by 1 % gives 1e-2.
 LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 6e-3}
-SMALL = Tiles(shrink_tokens=16, shrink_rank=32, expand_tokens=32, chunk_tokens=16, chunk_rank=32)
+SMALL = Tiles(
+    shrink_tokens=16,
+    shrink_rank=32,
+    expand_tokens=32,
+    chunk_tokens=16,
+    chunk_rank=32,
+    stack_rank=32,
+)
 LINEARS = [4, 5, 6]
 
 
@@ -152,6 +159,75 @@ def test_reading_dy_twice_gives_the_same():
     """dS by its own kernel, instead of from parts made on the way to dB."""
     problem = Problem(CASES["odd ranks, empty segment, gaps, dropout"], torch.float32)
     assert all(error < 2e-6 for error in errors(problem.run(fused=False), problem.expected()))
+
+
+SETTINGS = {
+    # Tiles of 16 features fit every linear, those of 32 hang over.
+    "one program per item": {"features": 32},
+    "programs that walk the list": {"features": 16, "programs": 1},
+    "rank tiles turned": {"features": 32, "programs": 1, "turned": 1024},
+    "small rank tiles turned, no walk": {"features": 16, "turned": 32},
+}
+
+
+def gradients(problem, tuning, *, sum_tokens=16, programs=1):
+    """dB, dS over NaN, dA, from S of the reference's x and A; and whether counters are zero."""
+    grad_a, grad_b = torch.zeros_like(problem.a), [torch.zeros_like(b) for b in problem.b]
+    arguments = (problem.blocks, problem.rows, LINEARS)
+    s = torch.zeros(problem.num_tokens, problem.layout.s_width, device=DEVICE, dtype=problem.dtype)
+    triton_forward.shrink(s, [problem.x] * 3, [problem.a] * 3, *arguments, name="shrink_x")
+    ds = torch.full_like(s, float("nan"))
+    sum_tuning = triton_forward.Tuning(tokens=sum_tokens, features=0, programs=programs)
+    triton_backward.reduce_fused(
+        ds, grad_b, s, problem.dy, problem.b, *arguments, tuning=tuning, sum_tuning=sum_tuning
+    )
+    triton_backward.reduce(
+        [grad_a] * 3, ds, [problem.x] * 3, *arguments, name="reduce_a", tuning=tuning
+    )
+    assert not problem.blocks.finished.any(), "counters must be zero again"
+    return [grad_a, *grad_b]
+
+
+@runs_kernels
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_under_every_setting_match_the_reference(name, dtype):
+    """More items than programs, so that each takes several; a scale off by 1 % is refused."""
+    problem = Problem(CASES["odd ranks, empty segment, gaps, dropout"], dtype)
+    tuning = triton_forward.Tuning(tokens=16, **SETTINGS[name])
+    found = gradients(problem, tuning)
+    assert all(error < LIMITS[dtype] for error in errors(found, problem.expected()[4:]))
+    off = [replace(s, scale=s.scale * 1.01) for s in problem.segments]
+    assert all(error > LIMITS[dtype] for error in errors(found, problem.expected(off)[4:]))
+
+
+@runs_kernels
+def test_which_program_takes_an_item_changes_no_bit():
+    """Other chunks of tokens do: the check sees the order of a sum."""
+    segments = CASES["odd ranks, empty segment, gaps, dropout"]
+    problem = Problem(segments, torch.float32)
+    one, many = (
+        triton_forward.Tuning(tokens=16, features=32, turned=32, programs=programs)
+        for programs in (0, 1)
+    )
+    first, second = gradients(problem, one, programs=0), gradients(problem, many)
+    assert all(torch.equal(u, v) for u, v in zip(first, second, strict=True))
+    other = Problem(segments, torch.float32, tiles=replace(SMALL, chunk_tokens=24))
+    third = gradients(other, many)
+    assert not all(torch.equal(u, v) for u, v in zip(first, third, strict=True))
+
+
+@runs_kernels
+def test_the_gradient_of_a_may_hold_more_rank_rows_than_the_rest():
+    """Ranks that are multiples of eight: pieces of A span linears, up to `stack_rank` rows."""
+    segments = [segment(0, 29, 3, (16, 8, 16), 0), segment(29, 50, 70, (8, 8, 8), 45)]
+    rows = []
+    for stack in (16, 64):
+        tiles = replace(SMALL, chunk_rank=16, stack_rank=stack)
+        problem = Problem(segments, torch.float32, tiles=tiles)
+        assert all(error < 2e-6 for error in errors(problem.run(), problem.expected()))
+        rows.append(int(problem.blocks.table[0, LISTS.index("reduce_a")]))
+    assert rows[1] < rows[0]
 
 
 @runs_kernels

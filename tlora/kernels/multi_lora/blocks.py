@@ -19,6 +19,7 @@ from math import ceil
 import numpy as np
 import torch
 
+from tlora.kernels.multi_lora import settings
 from tlora.kernels.multi_lora.tables import Segment
 
 COLUMNS = 16
@@ -71,12 +72,16 @@ class Tiles:
     chunk_rank: int = 64
     """Rank rows held by a program that walks tokens."""
 
+    stack_rank: int = 64
+    """The same for the gradient of A, whose linears are one problem: beyond it X is read again."""
+
     @classmethod
     def for_tokens(cls, num_tokens: int) -> "Tiles":
-        """Chunks short enough that a small bucket still fills the device."""
+        """What settings.py says."""
         return cls(
-            expand_tokens=256 if num_tokens >= 8192 else 128,
-            chunk_tokens=min(1024, max(256, num_tokens // 8)),
+            expand_tokens=settings.expand_tokens(num_tokens),
+            chunk_tokens=settings.chunk_tokens(num_tokens),
+            stack_rank=settings.STACK_RANK,
         )
 
 
@@ -120,9 +125,17 @@ class Layout:
             "expand_dx": expand,
             "pieces_y": self.max_segments * chunk_pieces,
             "pieces_dx": self.max_segments * chunk_pieces,
-            "reduce_a": long * chunk_pieces,
+            "reduce_a": long * n * ceil(self.max_rank / tiles.stack_rank),
             "reduce_b": long * chunk_pieces,
         }
+
+    def most_rank(self, name: str) -> int:
+        """Rank rows of the widest row that a list may have."""
+        tiles = self.tiles
+        caps = {"reduce_a": tiles.stack_rank}
+        caps |= dict.fromkeys(("shrink_x", "shrink_dy"), tiles.shrink_rank)
+        is_stacked = name in ("shrink_x", "expand_dx", "reduce_a")
+        return min(caps.get(name, tiles.chunk_rank), self.s_width if is_stacked else self.max_rank)
 
     @cached_property
     def first_row(self) -> dict[str, int]:
@@ -211,7 +224,10 @@ def _lists(layout: Layout, segments: list[Segment]) -> dict[str, np.ndarray]:
         stacked, apart = (_pieces(segment, tiles.shrink_rank, side) for side in "ab")
         parts["shrink_x"].append(_blocks(segment, stacked, tiles.shrink_tokens))
         parts["shrink_dy"].append(_blocks(segment, apart, tiles.shrink_tokens))
-        stacked, apart = (_pieces(segment, tiles.chunk_rank, side) for side in "ab")
+        stacked, apart = (
+            _pieces(segment, tiles.stack_rank, "a"),
+            _pieces(segment, tiles.chunk_rank, "b"),
+        )
         parts["reduce_a"].append(_blocks(segment, stacked, tiles.chunk_tokens))
         parts["reduce_b"].append(_blocks(segment, apart, tiles.chunk_tokens))
     none = (0,) * layout.num_linears

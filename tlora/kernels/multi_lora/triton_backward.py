@@ -15,6 +15,8 @@ import triton.language as tl
 
 from tlora.kernels.multi_lora import blocks as lists
 from tlora.kernels.multi_lora.blocks import Blocks
+from tlora.kernels.multi_lora.settings import Tuning
+from tlora.kernels.multi_lora.settings import tuning as tuning_of
 from tlora.kernels.multi_lora.triton_forward import (
     COL,
     COLUMNS,
@@ -29,12 +31,13 @@ from tlora.kernels.multi_lora.triton_forward import (
     START,
     THRESHOLD,
     W_ROW,
-    Tuning,
     alignment,
     expand,
     float_bits,
+    num_programs,
     pick,
     rank_classes,
+    shape_of,
     shrink,
     three,
     uint_bits,
@@ -44,46 +47,45 @@ from tlora.kernels.multi_lora.triton_streams import feature_hash, kept, linear_k
 INDEX = tl.constexpr(lists.INDEX)
 GROUP = tl.constexpr(lists.GROUP)
 
-# Measured on one H200, 8B shapes, 8,192 tokens: README.md has the alternatives and their times.
-REDUCE_A = {
-    "small": Tuning(tokens=64, features=128, warps=4, stages=3),
-    "large": Tuning(tokens=64, features=64, warps=4, stages=3, registers=128),
-    "dropout": Tuning(tokens=64, features=64, warps=4, stages=3, registers=128),
-}
-REDUCE_B = {
-    "small": Tuning(tokens=64, features=256, warps=4, stages=3),
-    "large": Tuning(tokens=128, features=256, warps=8, stages=2),
-    # Tiles of four bytes a value would not fit the shared memory otherwise.
-    "float32": Tuning(tokens=64, features=128, warps=8, stages=2),
-}
-SUM_TOKENS = 32
+SUM_PARTS = 8
+"""Parts that are on their way at once."""
 
 
 @triton.jit
 def _reduce_loop(
     p_p, p_q, p_rows, p_part, b_w, o_r, m_r, o_n, m_n, start, count, n, threshold, key,
     W: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
-    DROP: tl.constexpr, FUSED: tl.constexpr,
+    DROP: tl.constexpr, FUSED: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    b_g = tl.zeros([BR, BN], dtype=tl.float32)
+    """P^T drop(Q) [BR, BN] of the tokens from `start`."""
+    b_g = tl.zeros([BN if TURNED else BR, BR if TURNED else BN], dtype=tl.float32)
     if DROP:
         b_features = feature_hash(o_n)
+    # Offsets within a tile fit int32; the pointers carry the rest.
+    o_t = tl.arange(0, BT)
+    o_p = o_t[:, None] * W + o_r[None, :]
+    o_q = o_t[:, None] * n + o_n[None, :]
     for i_t in range(0, count, BT):
-        o_t = i_t + tl.arange(0, BT)
-        m_t = o_t < count
-        o_t64 = start + o_t
+        m_t = o_t < count - i_t
+        i_t64 = start + i_t
         m_p = m_t[:, None] & m_r[None, :]
-        o_p = o_t64[:, None] * W + o_r[None, :]
-        b_p = tl.load(p_p + o_p, mask=m_p, other=0.0)  # [BT, BR]
-        m_q = m_t[:, None] & m_n[None, :]
-        b_q = tl.load(p_q + o_t64[:, None] * n + o_n[None, :], mask=m_q, other=0.0)  # [BT, BN]
+        b_p = tl.load(p_p + i_t64 * W + o_p, mask=m_p, other=0.0)  # [BT, BR]
+        m_q = m_t[:, None]
+        if not EVEN:
+            m_q = m_q & m_n[None, :]
+        b_q = tl.load(p_q + i_t64 * n + o_q, mask=m_q, other=0.0)  # [BT, BN]
         if DROP:
-            b_rows = row_hash(tl.load(p_rows + o_t64, mask=m_t, other=0), key)
+            b_rows = row_hash(tl.load(p_rows + i_t64 + o_t, mask=m_t, other=0), key)
             b_q = tl.where(kept(b_rows, b_features, threshold), b_q, 0.0).to(b_q.dtype)
-        b_g = tl.dot(tl.trans(b_p), b_q, b_g, input_precision="ieee")
+        if TURNED:
+            b_g = tl.dot(tl.trans(b_q), b_p, b_g, input_precision="ieee")
+        else:
+            b_g = tl.dot(tl.trans(b_p), b_q, b_g, input_precision="ieee")
         if FUSED:
             b_d = tl.dot(b_q, tl.trans(b_w), input_precision="ieee")  # [BT, BR]
-            tl.store(p_part + o_p, b_d.to(p_part.dtype.element_ty), mask=m_p)
+            tl.store(p_part + i_t64 * W + o_p, b_d.to(p_part.dtype.element_ty), mask=m_p)
+    if TURNED:
+        b_g = tl.trans(b_g)
     return b_g
 
 
@@ -97,8 +99,9 @@ def _add_gradient(
         tl.store(p_g + o_g, tl.load(p_g + o_g, mask=m_g, other=0.0) + b_g, mask=m_g)
     else:
         first, index = tl.load(p_row + FIRST).to(tl.int64), tl.load(p_row + INDEX)
-        o_sum = (first + o_r)[:, None] * MAX_N + o_n[None, :]
+        o_sum = o_r[:, None] * MAX_N + o_n[None, :]
         stride = rank.to(tl.int64) * MAX_N
+        p_sums += first * MAX_N
         tl.store(p_sums + index * stride + o_sum, b_g, mask=m_g)
         tl.debug_barrier()
         # The last to finish adds all in their order: the bits do not depend on who is last.
@@ -115,7 +118,7 @@ def _add_gradient(
 def _reduce_piece(
     p_g, p_sums, p_done, p_p, p_q, p_w, p_part, p_rows, p_row, rank, n, i_n, linear,
     MAX_N: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
-    DROPOUT: tl.constexpr, FUSED: tl.constexpr,
+    DROPOUT: tl.constexpr, FUSED: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     start, count = tl.load(p_row + START).to(tl.int64), tl.load(p_row + COUNT)
     w_row = tl.load(p_row + W_ROW).to(tl.int64)
@@ -126,8 +129,12 @@ def _reduce_piece(
     m_r = o_r < tl.multiple_of((rank + 7) // 8 * 8, 8)
     o_n = i_n * BN + tl.arange(0, BN)
     m_n = o_n < n
-    m_g = (o_r < rank)[:, None] & m_n[None, :]
-    o_g = (w_row + o_r)[:, None] * n + o_n[None, :]
+    m_g = (o_r < rank)[:, None]
+    if not EVEN:
+        m_g = m_g & m_n[None, :]
+    o_g = o_r[:, None] * n + o_n[None, :]
+    p_g += w_row * n
+    p_w += w_row * n
     p_p += col
     p_part += col
     key = threshold
@@ -137,15 +144,47 @@ def _reduce_piece(
     if DROPOUT:
         if threshold == 0:
             b_g = _reduce_loop(p_p, p_q, p_rows, p_part, b_w, o_r, m_r, o_n, m_n, start, count, n,
-                               threshold, key, W, BT, BN, BR, False, FUSED)  # fmt: skip
+                               threshold, key, W, BT, BN, BR,
+                               False, FUSED, EVEN, TURNED)  # fmt: skip
         else:
             key = linear_key(uint_bits(tl.load(p_row + KEY)), linear)
             b_g = _reduce_loop(p_p, p_q, p_rows, p_part, b_w, o_r, m_r, o_n, m_n, start, count, n,
-                               threshold, key, W, BT, BN, BR, True, FUSED) * keep  # fmt: skip
+                               threshold, key, W, BT, BN, BR,
+                               True, FUSED, EVEN, TURNED)  # fmt: skip
+            b_g *= keep
     else:
         b_g = _reduce_loop(p_p, p_q, p_rows, p_part, b_w, o_r, m_r, o_n, m_n, start, count, n,
-                           threshold, key, W, BT, BN, BR, False, FUSED)  # fmt: skip
+                           threshold, key, W, BT, BN, BR, False, FUSED, EVEN, TURNED)  # fmt: skip
     _add_gradient(p_g, p_sums, p_done, p_row, b_g, o_g, m_g, o_r, o_n, rank, MAX_N)
+
+
+@triton.jit
+def _reduce_item(
+    p_g0, p_g1, p_g2, p_sums, p_done, p_p, p_q0, p_q1, p_q2, p_w0, p_w1, p_w2, p_part, p_rows,
+    p_table, first_row, i_item, linear_0, linear_1, linear_2, part_stride,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, MAX_N: tl.constexpr,
+    W: tl.constexpr, NUM: tl.constexpr, TILES: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    CLASSES: tl.constexpr, DROPOUT: tl.constexpr, FUSED: tl.constexpr, EVEN: tl.constexpr,
+    ALIGN: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    i_row, i_n = i_item // TILES, i_item % TILES
+    p_row = p_table + (first_row + i_row) * COLUMNS
+    i_l = tl.load(p_row + LINEAR)
+    n = tl.multiple_of(pick(i_l, N0, N1, N2, NUM), ALIGN)
+    if i_n * BN < n:
+        rank = tl.load(p_row + RANK)
+        p_g = pick(i_l, p_g0, p_g1, p_g2, NUM)
+        p_q = pick(i_l, p_q0, p_q1, p_q2, NUM)
+        p_w = pick(i_l, p_w0, p_w1, p_w2, NUM)
+        linear = pick(i_l, linear_0, linear_1, linear_2, NUM)
+        # Not a compiled size, but W, a multiple of eight, divides it: 16 bytes in one store.
+        p_part += i_n * tl.multiple_of(part_stride.to(tl.int64), 8)
+        p_done += tl.load(p_row + GROUP) * TILES + i_n
+        for i in tl.static_range(CLASSES):
+            if (rank > (8 << i if i > 0 else 0)) & (rank <= 16 << i):
+                _reduce_piece(p_g, p_sums, p_done, p_p, p_q, p_w, p_part, p_rows, p_row, rank, n,
+                              i_n, linear, MAX_N, W, BT, BN, 16 << i, DROPOUT, FUSED, EVEN,
+                              (16 << i) < TURNED)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_row", "linear_0", "linear_1", "linear_2", "part_stride"])
@@ -154,28 +193,54 @@ def reduce_kernel(
     p_table, first_row, linear_0, linear_1, linear_2, part_stride,
     LIST: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, MAX_N: tl.constexpr,
     W: tl.constexpr, NUM: tl.constexpr, TILES: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    CLASSES: tl.constexpr, DROPOUT: tl.constexpr, FUSED: tl.constexpr, ALIGN: tl.constexpr,
+    CLASSES: tl.constexpr, DROPOUT: tl.constexpr, FUSED: tl.constexpr, EVEN: tl.constexpr,
+    ALIGN: tl.constexpr, TURNED: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
     """grad[rank rows, features] += P^T drop(Q) over a chunk of a job: S and dY, or dS and X."""
-    i_row, i_n = tl.program_id(0) // TILES, tl.program_id(0) % TILES
-    if i_row >= tl.load(p_table + LIST):
-        return
-    p_row = p_table + (first_row + i_row) * COLUMNS
-    i_l = tl.load(p_row + LINEAR)
-    n = tl.multiple_of(pick(i_l, N0, N1, N2, NUM), ALIGN)
-    if i_n * BN >= n:
-        return
-    rank = tl.load(p_row + RANK)
-    p_g = pick(i_l, p_g0, p_g1, p_g2, NUM)
-    p_q = pick(i_l, p_q0, p_q1, p_q2, NUM)
-    p_w = pick(i_l, p_w0, p_w1, p_w2, NUM)
-    linear = pick(i_l, linear_0, linear_1, linear_2, NUM)
-    p_part += i_n * part_stride.to(tl.int64)
-    p_done += tl.load(p_row + GROUP) * TILES + i_n
-    for i in tl.static_range(CLASSES):
-        if (rank > (8 << i if i > 0 else 0)) & (rank <= 16 << i):
-            _reduce_piece(p_g, p_sums, p_done, p_p, p_q, p_w, p_part, p_rows, p_row, rank, n, i_n,
-                          linear, MAX_N, W, BT, BN, 16 << i, DROPOUT, FUSED)  # fmt: skip
+    total = tl.load(p_table + LIST) * TILES
+    i_item = tl.program_id(0)
+    if LOOP:
+        for i in tl.range(i_item, total, tl.num_programs(0), disable_licm=True):
+            _reduce_item(p_g0, p_g1, p_g2, p_sums, p_done, p_p, p_q0, p_q1, p_q2,
+                         p_w0, p_w1, p_w2, p_part, p_rows, p_table, first_row, i,
+                         linear_0, linear_1, linear_2, part_stride,
+                         N0, N1, N2, MAX_N, W, NUM, TILES, BT, BN,
+                         CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED)  # fmt: skip
+    elif i_item < total:
+        _reduce_item(p_g0, p_g1, p_g2, p_sums, p_done, p_p, p_q0, p_q1, p_q2,
+                     p_w0, p_w1, p_w2, p_part, p_rows, p_table, first_row, i_item,
+                     linear_0, linear_1, linear_2, part_stride,
+                     N0, N1, N2, MAX_N, W, NUM, TILES, BT, BN,
+                     CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED)  # fmt: skip
+
+
+@triton.jit
+def _sum_item(
+    p_s, p_part, p_row, i_b, part_stride,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, W: tl.constexpr,
+    NUM: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr,
+    CLASSES: tl.constexpr,
+):  # fmt: skip
+    count = tl.load(p_row + COUNT)
+    if i_b * BT < count:
+        rank, scale = tl.load(p_row + RANK), float_bits(tl.load(p_row + SCALE))
+        start, col = tl.load(p_row + START).to(tl.int64), tl.multiple_of(tl.load(p_row + COL), 8)
+        tiles = tl.cdiv(pick(tl.load(p_row + LINEAR), N0, N1, N2, NUM), BN)
+        stride = tl.multiple_of(part_stride.to(tl.int64), 8)
+        o_t = i_b * BT + tl.arange(0, BT)
+        for i in tl.static_range(CLASSES):
+            if (rank > (8 << i if i > 0 else 0)) & (rank <= 16 << i):
+                o_r = tl.arange(0, 16 << i)
+                m_r = o_r < tl.multiple_of((rank + 7) // 8 * 8, 8)
+                m_s = (o_t < count)[:, None] & m_r[None, :]
+                o_s = (start + o_t)[:, None] * W + col + o_r[None, :]
+                b_s = tl.zeros([BT, 16 << i], dtype=tl.float32)
+                for i_n in range(0, tiles, PARTS):
+                    for j in tl.static_range(PARTS):
+                        p_i = p_part + (i_n + j) * stride
+                        m_i = m_s & (i_n + j < tiles)
+                        b_s += tl.load(p_i + o_s, mask=m_i, other=0.0).to(tl.float32)
+                tl.store(p_s + o_s, (b_s * scale).to(p_s.dtype.element_ty), mask=m_s)
 
 
 @triton.jit(do_not_specialize=["first_row", "part_stride"])
@@ -183,30 +248,20 @@ def sum_kernel(
     p_s, p_part, p_table, first_row, part_stride,
     LIST: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, W: tl.constexpr,
     NUM: tl.constexpr, BLOCKS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    CLASSES: tl.constexpr,
+    PARTS: tl.constexpr, CLASSES: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
     """dS[tokens, columns] = scale * the sum of its parts over tiles of features, in order."""
-    i_row, i_b = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
-    if i_row >= tl.load(p_table + LIST):
-        return
-    p_row = p_table + (first_row + i_row) * COLUMNS
-    count = tl.load(p_row + COUNT)
-    if i_b * BT >= count:
-        return
-    rank, scale = tl.load(p_row + RANK), float_bits(tl.load(p_row + SCALE))
-    start, col = tl.load(p_row + START).to(tl.int64), tl.multiple_of(tl.load(p_row + COL), 8)
-    tiles = tl.cdiv(pick(tl.load(p_row + LINEAR), N0, N1, N2, NUM), BN)
-    o_t = i_b * BT + tl.arange(0, BT)
-    for i in tl.static_range(CLASSES):
-        if (rank > (8 << i if i > 0 else 0)) & (rank <= 16 << i):
-            o_r = tl.arange(0, 16 << i)
-            m_s = (o_t < count)[:, None] & (o_r < tl.multiple_of((rank + 7) // 8 * 8, 8))[None, :]
-            o_s = (start + o_t)[:, None] * W + col + o_r[None, :]
-            b_s = tl.zeros([BT, 16 << i], dtype=tl.float32)
-            for i_n in tl.range(0, tiles, num_stages=4):
-                p_i = p_part + i_n * part_stride.to(tl.int64)
-                b_s += tl.load(p_i + o_s, mask=m_s, other=0.0).to(tl.float32)
-            tl.store(p_s + o_s, (b_s * scale).to(p_s.dtype.element_ty), mask=m_s)
+    total = tl.load(p_table + LIST) * BLOCKS
+    i_item = tl.program_id(0)
+    if LOOP:
+        for i in tl.range(i_item, total, tl.num_programs(0), disable_licm=True):
+            p_row = p_table + (first_row + i // BLOCKS) * COLUMNS
+            _sum_item(p_s, p_part, p_row, i % BLOCKS, part_stride,
+                      N0, N1, N2, W, NUM, BT, BN, PARTS, CLASSES)  # fmt: skip
+    elif i_item < total:
+        p_row = p_table + (first_row + i_item // BLOCKS) * COLUMNS
+        _sum_item(p_s, p_part, p_row, i_item % BLOCKS, part_stride,
+                  N0, N1, N2, W, NUM, BT, BN, PARTS, CLASSES)  # fmt: skip
 
 
 def reduce(
@@ -225,21 +280,21 @@ def reduce(
     """grads_l += p^T drop(q_l). With w also part[tile] = q_l w_l^T over the features of a tile."""
     layout = blocks.layout
     dropout = layout.dropout and name == "reduce_a"
-    size = "large" if layout.max_rank > 16 else "small"
-    tuning = tuning or REDUCE_A["dropout" if dropout else size]
+    tuning = tuning or tuning_of("reduce_a", shape_of(layout, p, p, dropout))
     n = layout.num_linears
     features = [q_l.shape[1] for q_l in q]
     tiles = -(-max(features) // tuning.features)
     fused = part is not None
     sums = torch.empty(layout.partial_rows, max(features), dtype=torch.float32, device=p.device)
-    reduce_kernel[(layout.capacity[name] * tiles,)](
+    reduce_kernel[(num_programs(layout.capacity[name] * tiles, tuning, p.device),)](
         *three(grads), sums, blocks.finished, p, *three(q), *three(w if fused else q),
         part if fused else p, rows, blocks.table,
         layout.first_row[name], *three(linears), part[0].numel() if fused else 0,
         lists.LISTS.index(name), *three(features), max(features), p.shape[1], n, tiles,
         tuning.tokens, tuning.features,
-        rank_classes(min(layout.tiles.chunk_rank, layout.s_width)),
-        dropout, fused, alignment(features),
+        rank_classes(layout.most_rank(name)),
+        dropout, fused, all(size % tuning.features == 0 for size in features),
+        alignment(features), tuning.turned, tuning.programs > 0,
         num_warps=tuning.warps, num_stages=tuning.stages, **tuning.limits,
     )  # fmt: skip
 
@@ -255,22 +310,38 @@ def reduce_fused(
     linears: list[int],
     *,
     tuning: Tuning | None = None,
+    sum_tuning: Tuning | None = None,
     part_dtype: torch.dtype | None = None,
 ) -> None:
     """grads_l += s^T dy_l and ds = scale * dy_l b_l^T, reading dy once."""
     layout = blocks.layout
     features = [dy_l.shape[1] for dy_l in dy]
-    size = "large" if layout.max_rank > 16 else "small"
-    tuning = tuning or REDUCE_B["float32" if s.dtype == torch.float32 else size]
+    shape = shape_of(layout, s, b[0], dropout=False)
+    tuning = tuning or tuning_of("reduce_b", shape)
     tiles = -(-max(features) // tuning.features)
     part = torch.empty(tiles, *s.shape, dtype=part_dtype or s.dtype, device=s.device)
     reduce(grads, s, dy, blocks, rows, linears, name="reduce_b", tuning=tuning, w=b, part=part)
-    per_row = -(-layout.tiles.shrink_tokens // SUM_TOKENS)
-    sum_kernel[(layout.capacity["shrink_dy"] * per_row,)](
+    sum_parts(ds, part, features, tuning.features, blocks, sum_tuning or tuning_of("sum", shape))
+
+
+def sum_parts(
+    ds: torch.Tensor,
+    part: torch.Tensor,
+    features: list[int],
+    tile: int,
+    blocks: Blocks,
+    tuning: Tuning,
+) -> None:
+    """ds = scale * the sum of part[i] over the tiles of each linear's features."""
+    layout = blocks.layout
+    per_row = -(-layout.tiles.shrink_tokens // tuning.tokens)
+    programs = num_programs(layout.capacity["shrink_dy"] * per_row, tuning, ds.device)
+    sum_kernel[(programs,)](
         ds, part, blocks.table, layout.first_row["shrink_dy"], part[0].numel(),
-        lists.LISTS.index("shrink_dy"), *three(features), s.shape[1], layout.num_linears, per_row,
-        SUM_TOKENS, tuning.features, rank_classes(min(layout.tiles.shrink_rank, layout.s_width)),
-        num_warps=4,
+        lists.LISTS.index("shrink_dy"), *three(features), ds.shape[1], layout.num_linears, per_row,
+        tuning.tokens, tile, SUM_PARTS,
+        rank_classes(layout.most_rank("shrink_dy")), tuning.programs > 0,
+        num_warps=tuning.warps, **tuning.limits,
     )  # fmt: skip
 
 

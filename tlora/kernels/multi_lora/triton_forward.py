@@ -9,14 +9,14 @@ Letters: T tokens, N features, W columns of S; tiles: BT tokens, BN outer and BK
 rank rows.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from tlora.kernels.multi_lora import blocks as lists
 from tlora.kernels.multi_lora.blocks import Blocks
+from tlora.kernels.multi_lora.settings import Shape, Tuning
+from tlora.kernels.multi_lora.settings import tuning as tuning_of
 from tlora.kernels.multi_lora.triton_streams import feature_hash, kept, linear_key, row_hash
 
 COLUMNS = tl.constexpr(lists.COLUMNS)
@@ -32,30 +32,6 @@ SCALE = tl.constexpr(lists.SCALE)
 KEEP = tl.constexpr(lists.KEEP)
 FIRST = tl.constexpr(lists.FIRST)
 SIZE = tl.constexpr(lists.SIZE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tuning:
-    """How one kernel is compiled: tile sizes, warps, depth of the load pipeline."""
-
-    tokens: int
-    features: int
-    warps: int = 4
-    stages: int = 3
-    registers: int = 0
-    """Most registers per thread; 0: the compiler's choice."""
-
-    @property
-    def limits(self) -> dict[str, int]:
-        return {"maxnreg": self.registers} if self.registers else {}
-
-
-# Measured on one H200, 8B shapes, 8,192 tokens: README.md has the alternatives and their times.
-SHRINK = Tuning(tokens=128, features=64, warps=8, stages=3)
-SHRINK_DEEP = Tuning(tokens=128, features=128, warps=8, stages=3)
-# Tiles of four bytes a value would not fit the shared memory otherwise.
-SHRINK_FLOAT32 = Tuning(tokens=128, features=32, warps=8, stages=2)
-EXPAND = Tuning(tokens=64, features=128, warps=4, stages=3)
 
 
 @triton.jit
@@ -85,16 +61,19 @@ def _shrink_loop(
     BT: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, DROP: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     b_s = tl.zeros([BT, BR], dtype=tl.float32)
+    o_k = tl.arange(0, BK)
+    # Offsets within a tile fit int32; the pointers carry the rest.
+    o_x = o_t[:, None] * n + o_k[None, :]
+    o_w = o_r[:, None] * n + o_k[None, :]
     for k in range(k_0, k_1, BK):
-        o_k = k + tl.arange(0, BK)
         m_x, m_w = m_t[:, None], (o_r < rank)[:, None]
         if not EVEN:
-            m_x = m_x & (o_k < n)[None, :]
-            m_w = m_w & (o_k < n)[None, :]
-        b_x = tl.load(p_x + o_t[:, None] * n + o_k[None, :], mask=m_x, other=0.0)  # [BT, BK]
-        b_w = tl.load(p_w + o_r[:, None] * n + o_k[None, :], mask=m_w, other=0.0)  # [BR, BK]
+            m_x = m_x & (o_k < n - k)[None, :]
+            m_w = m_w & (o_k < n - k)[None, :]
+        b_x = tl.load(p_x + k + o_x, mask=m_x, other=0.0)  # [BT, BK]
+        b_w = tl.load(p_w + k + o_w, mask=m_w, other=0.0)  # [BR, BK]
         if DROP:
-            b_x = tl.where(kept(b_rows, feature_hash(o_k), threshold), b_x, 0.0).to(b_x.dtype)
+            b_x = tl.where(kept(b_rows, feature_hash(k + o_k), threshold), b_x, 0.0).to(b_x.dtype)
         b_s = tl.dot(b_x, tl.trans(b_w.to(b_x.dtype)), b_s, input_precision="ieee")
     return b_s
 
@@ -119,22 +98,23 @@ def _shrink_piece(
     steps = tl.cdiv(tl.cdiv(n, BK), SPLITS)
     k_0 = i_split * steps * BK
     k_1 = tl.minimum(k_0 + steps * BK, n)
-    o_t64, o_r64 = o_t.to(tl.int64), o_r.to(tl.int64)
     if DROPOUT:
         if threshold == 0:
-            b_s = _shrink_loop(p_x, p_w, o_t, o_t64, m_t, o_r64, rank, threshold, k_0, k_1, n,
+            b_s = _shrink_loop(p_x, p_w, o_t, o_t, m_t, o_r, rank, threshold, k_0, k_1, n,
                                BT, BK, BR, False, EVEN)  # fmt: skip
         else:
             key = linear_key(uint_bits(tl.load(p_row + KEY)), linear)
             b_rows = row_hash(tl.load(p_rows + start + o_t, mask=m_t, other=0), key)
-            b_s = _shrink_loop(p_x, p_w, b_rows, o_t64, m_t, o_r64, rank, threshold, k_0, k_1, n,
+            b_s = _shrink_loop(p_x, p_w, b_rows, o_t, m_t, o_r, rank, threshold, k_0, k_1, n,
                                BT, BK, BR, True, EVEN)  # fmt: skip
     else:
-        b_s = _shrink_loop(p_x, p_w, o_t, o_t64, m_t, o_r64, rank, threshold, k_0, k_1, n,
+        b_s = _shrink_loop(p_x, p_w, o_t, o_t, m_t, o_r, rank, threshold, k_0, k_1, n,
                            BT, BK, BR, False, EVEN)  # fmt: skip
     # Columns up to the next multiple of eight hold zeros: readers may load 16 bytes at once.
     m_s = m_t[:, None] & (o_r < tl.multiple_of((rank + 7) // 8 * 8, 8))[None, :]
-    o_s = (start + o_t64)[:, None] * W + col + o_r[None, :]
+    o_s = o_t[:, None] * W + o_r[None, :]
+    p_s += start * W + col
+    p_partial += start * W + col
     if SPLITS == 1:
         tl.store(p_s + o_s, (b_s * scale).to(p_s.dtype.element_ty), mask=m_s)
     else:
@@ -150,18 +130,14 @@ def _shrink_piece(
             tl.store(p_done, 0)
 
 
-@triton.jit(do_not_specialize=["first_row", "linear_0", "linear_1", "linear_2", "T"])
-def shrink_kernel(
+@triton.jit
+def _shrink_item(
     p_s, p_partial, p_done, p_x0, p_x1, p_x2, p_w0, p_w1, p_w2, p_rows, p_table,
-    first_row, linear_0, linear_1, linear_2, T,
-    LIST: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, W: tl.constexpr,
+    first_row, i_row, i_split, linear_0, linear_1, linear_2, T,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, W: tl.constexpr,
     NUM: tl.constexpr, SPLITS: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     CLASSES: tl.constexpr, DROPOUT: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """S[tokens, columns] = scale * drop(x_l) W_l^T: a block of tokens, a piece of rank rows."""
-    i_row, i_split = tl.program_id(0), tl.program_id(1)
-    if i_row >= tl.load(p_table + LIST):
-        return
     p_row = p_table + (first_row + i_row) * COLUMNS
     i_l = tl.load(p_row + LINEAR)
     rank = tl.load(p_row + RANK)
@@ -175,6 +151,31 @@ def shrink_kernel(
             _shrink_piece(p_s, p_partial, p_done + i_row, p_x, p_w, p_rows, p_row, start, rank, n,
                           i_split, linear, T, W, SPLITS, BT, BK, 16 << i,
                           DROPOUT, EVEN)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first_row", "linear_0", "linear_1", "linear_2", "T"])
+def shrink_kernel(
+    p_s, p_partial, p_done, p_x0, p_x1, p_x2, p_w0, p_w1, p_w2, p_rows, p_table,
+    first_row, linear_0, linear_1, linear_2, T,
+    LIST: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, W: tl.constexpr,
+    NUM: tl.constexpr, SPLITS: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    CLASSES: tl.constexpr, DROPOUT: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr,
+    LOOP: tl.constexpr,
+):  # fmt: skip
+    """S[tokens, columns] = scale * drop(x_l) W_l^T: a block of tokens, a piece of rank rows."""
+    rows = tl.load(p_table + LIST)
+    i_item = tl.program_id(0)
+    if LOOP:
+        for i in tl.range(i_item, rows * SPLITS, tl.num_programs(0), disable_licm=True):
+            _shrink_item(p_s, p_partial, p_done, p_x0, p_x1, p_x2, p_w0, p_w1, p_w2, p_rows,
+                         p_table, first_row, i % rows, i // rows, linear_0, linear_1, linear_2, T,
+                         N0, N1, N2, W, NUM, SPLITS, BT, BK,
+                         CLASSES, DROPOUT, EVEN, ALIGN)  # fmt: skip
+    elif i_item < rows * SPLITS:
+        _shrink_item(p_s, p_partial, p_done, p_x0, p_x1, p_x2, p_w0, p_w1, p_w2, p_rows,
+                     p_table, first_row, i_item % rows, i_item // rows, linear_0, linear_1,
+                     linear_2, T,
+                     N0, N1, N2, W, NUM, SPLITS, BT, BK, CLASSES, DROPOUT, EVEN, ALIGN)  # fmt: skip
 
 
 @triton.jit
@@ -194,31 +195,32 @@ def _hold_piece(
     p_piece, p_w, is_there, o_r, o_n, m_n, n, linear_0, linear_1, linear_2,
     NUM: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """A piece's tile of the pool [BR, BN], and its key."""
+    """A piece's rank, columns of S, tile of the pool [BR, BN], and key."""
     rank = tl.where(is_there, tl.load(p_piece + RANK), 0)
+    col = tl.multiple_of(tl.load(p_piece + COL), 8)
     o_w = (tl.load(p_piece + W_ROW).to(tl.int64) + o_r)[:, None] * n + o_n[None, :]
     b_w = tl.load(p_w + o_w, mask=(o_r < rank)[:, None] & m_n[None, :], other=0.0)
     key = linear_0.to(tl.uint32)
     if DROPOUT:
         linear = pick(tl.load(p_piece + LINEAR), linear_0, linear_1, linear_2, NUM)
         key = linear_key(uint_bits(tl.load(p_piece + KEY)), linear)
-    return rank, b_w, key
+    return rank, col, b_w, key
 
 
 @triton.jit
 def _expand_piece(
-    b_y, b_w, p_s, p_piece, p_rows, rank, key, o_t64, m_t, o_r, b_features,
+    b_y, b_w, p_s, p_piece, p_rows, rank, col, key, i_t64, o_t, m_t, o_r, b_features,
     W: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """b_y [BT, BN] + drop(S W) of one piece."""
-    col = tl.multiple_of(tl.load(p_piece + COL), 8)
     m_s = m_t[:, None] & (o_r < tl.multiple_of((rank + 7) // 8 * 8, 8))[None, :]
-    b_s = tl.load(p_s + o_t64[:, None] * W + col + o_r[None, :], mask=m_s, other=0.0)  # [BT, BR]
+    o_s = o_t[:, None] * W + o_r[None, :]
+    b_s = tl.load(p_s + i_t64 * W + col + o_s, mask=m_s, other=0.0)  # [BT, BR]
     if DROPOUT:
         b_d = tl.dot(b_s, b_w, input_precision="ieee")
         threshold = uint_bits(tl.load(p_piece + THRESHOLD))
         if threshold != 0:
-            b_rows = row_hash(tl.load(p_rows + o_t64, mask=m_t, other=0), key)
+            b_rows = row_hash(tl.load(p_rows + i_t64 + o_t, mask=m_t, other=0), key)
             keep = float_bits(tl.load(p_piece + KEEP))
             b_d = tl.where(kept(b_rows, b_features, threshold), b_d * keep, 0.0)
         b_y += b_d
@@ -241,32 +243,34 @@ def _expand_few(
     if DROPOUT:
         b_features = feature_hash(o_n)
     p_piece1, p_piece2 = p_piece + COLUMNS, p_piece + 2 * COLUMNS
-    rank0, b_w0, key0 = _hold_piece(p_piece, p_w, size > 0, o_r, o_n, m_n, n,
-                                    linear_0, linear_1, linear_2, NUM, DROPOUT)  # fmt: skip
+    rank0, col0, b_w0, key0 = _hold_piece(p_piece, p_w, size > 0, o_r, o_n, m_n, n,
+                                          linear_0, linear_1, linear_2, NUM, DROPOUT)  # fmt: skip
     b_w0 = b_w0.to(p_s.dtype.element_ty)
     if PIECES > 1:
-        rank1, b_w1, key1 = _hold_piece(p_piece1, p_w, size > 1, o_r, o_n, m_n, n,
-                                        linear_0, linear_1, linear_2, NUM, DROPOUT)  # fmt: skip
+        rank1, col1, b_w1, key1 = _hold_piece(p_piece1, p_w, size > 1, o_r, o_n, m_n, n,
+                                              linear_0, linear_1, linear_2, NUM,
+                                              DROPOUT)  # fmt: skip
         b_w1 = b_w1.to(p_s.dtype.element_ty)
     if PIECES > 2:
-        rank2, b_w2, key2 = _hold_piece(p_piece2, p_w, size > 2, o_r, o_n, m_n, n,
-                                        linear_0, linear_1, linear_2, NUM, DROPOUT)  # fmt: skip
+        rank2, col2, b_w2, key2 = _hold_piece(p_piece2, p_w, size > 2, o_r, o_n, m_n, n,
+                                              linear_0, linear_1, linear_2, NUM,
+                                              DROPOUT)  # fmt: skip
         b_w2 = b_w2.to(p_s.dtype.element_ty)
+    o_t = tl.arange(0, BT)
+    o_y = o_t[:, None] * n + o_n[None, :]
     for i_t in range(0, count, BT):
-        o_t = i_t + tl.arange(0, BT)
-        m_t = o_t < count
-        o_t64 = start + o_t
+        m_t = o_t < count - i_t
+        i_t64 = start + i_t
         b_y = tl.zeros([BT, BN], dtype=tl.float32)
-        b_y = _expand_piece(b_y, b_w0, p_s, p_piece, p_rows, rank0, key0, o_t64, m_t, o_r,
-                            b_features, W, DROPOUT)  # fmt: skip
+        b_y = _expand_piece(b_y, b_w0, p_s, p_piece, p_rows, rank0, col0, key0, i_t64, o_t,
+                            m_t, o_r, b_features, W, DROPOUT)  # fmt: skip
         if PIECES > 1:
-            b_y = _expand_piece(b_y, b_w1, p_s, p_piece1, p_rows, rank1, key1, o_t64, m_t, o_r,
-                                b_features, W, DROPOUT)  # fmt: skip
+            b_y = _expand_piece(b_y, b_w1, p_s, p_piece1, p_rows, rank1, col1, key1, i_t64, o_t,
+                                m_t, o_r, b_features, W, DROPOUT)  # fmt: skip
         if PIECES > 2:
-            b_y = _expand_piece(b_y, b_w2, p_s, p_piece2, p_rows, rank2, key2, o_t64, m_t, o_r,
-                                b_features, W, DROPOUT)  # fmt: skip
-        p_tile = p_y + o_t64[:, None] * n + o_n[None, :]
-        _store_y(p_tile, b_y, p_bias, o_n, m_n, m_t, ADD, BIAS)
+            b_y = _expand_piece(b_y, b_w2, p_s, p_piece2, p_rows, rank2, col2, key2, i_t64, o_t,
+                                m_t, o_r, b_features, W, DROPOUT)  # fmt: skip
+        _store_y(p_y + i_t64 * n + o_y, b_y, p_bias, o_n, m_n, m_t, ADD, BIAS)
 
 
 @triton.jit
@@ -281,20 +285,21 @@ def _expand_many(
     b_features = o_n
     if DROPOUT:
         b_features = feature_hash(o_n)
+    o_t = tl.arange(0, BT)
+    o_y = o_t[:, None] * n + o_n[None, :]
     for i_t in range(0, count, BT):
-        o_t = i_t + tl.arange(0, BT)
-        m_t = o_t < count
-        o_t64 = start + o_t
+        m_t = o_t < count - i_t
+        i_t64 = start + i_t
         b_y = tl.zeros([BT, BN], dtype=tl.float32)
         for i_p in range(size):
             p_i = p_piece + i_p * COLUMNS
-            rank, b_w, key = _hold_piece(p_i, p_w, size > 0, o_r, o_n, m_n, n,
-                                         linear_0, linear_1, linear_2, NUM, DROPOUT)  # fmt: skip
+            rank, col, b_w, key = _hold_piece(p_i, p_w, size > 0, o_r, o_n, m_n, n,
+                                              linear_0, linear_1, linear_2, NUM,
+                                              DROPOUT)  # fmt: skip
             b_w = b_w.to(p_s.dtype.element_ty)
-            b_y = _expand_piece(b_y, b_w, p_s, p_i, p_rows, rank, key, o_t64, m_t, o_r,
-                                b_features, W, DROPOUT)  # fmt: skip
-        p_tile = p_y + o_t64[:, None] * n + o_n[None, :]
-        _store_y(p_tile, b_y, p_bias, o_n, m_n, m_t, ADD, BIAS)
+            b_y = _expand_piece(b_y, b_w, p_s, p_i, p_rows, rank, col, key, i_t64, o_t,
+                                m_t, o_r, b_features, W, DROPOUT)  # fmt: skip
+        _store_y(p_y + i_t64 * n + o_y, b_y, p_bias, o_n, m_n, m_t, ADD, BIAS)
 
 
 @triton.jit(do_not_specialize=["first_row", "linear_0", "linear_1", "linear_2"])
@@ -308,7 +313,7 @@ def expand_kernel(
 ):  # fmt: skip
     """Y[tokens, features] (+)= sum over pieces of drop(S W) for a chunk of tokens of a linear."""
     total = tl.load(p_table + LIST) * TILES
-    for i_item in range(tl.program_id(0), total, tl.num_programs(0)):
+    for i_item in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
         i_row, i_n = i_item // TILES, i_item % TILES
         p_row = p_table + (first_row + i_row) * COLUMNS
         i_l = tl.load(p_row + LINEAR)
@@ -345,11 +350,27 @@ def expand_kernel(
                                     W, NUM, NUM, BT, BN, 16 << i, DROPOUT, ADD, BIAS)  # fmt: skip
 
 
-def num_programs(most: int, device: torch.device) -> int:
-    """Enough programs to fill the device several times; each takes every n-th item of its list."""
+def num_programs(most: int, tuning: Tuning, device: torch.device) -> int:
+    """As many as the device holds at once, or one per item that a list has room for."""
+    if not tuning.programs:
+        return most
     if device.type != "cuda":
         return min(most, 16)
-    return min(most, 8 * torch.cuda.get_device_properties(device).multi_processor_count)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return min(most, tuning.programs * processors)
+
+
+def shape_of(
+    layout: lists.Layout, values: torch.Tensor, pool: torch.Tensor, dropout: bool
+) -> Shape:
+    return Shape(
+        num_tokens=layout.num_tokens,
+        max_rank=layout.max_rank,
+        width=layout.s_width,
+        itemsize=values.dtype.itemsize,
+        pool_itemsize=pool.dtype.itemsize,
+        dropout=dropout,
+    )
 
 
 def three(values: list) -> list:
@@ -393,26 +414,23 @@ def shrink(
     """s = scale * drop(x_l) w_l^T, block by block as the list `name` says."""
     layout = blocks.layout
     features = [x_l.shape[1] for x_l in x]
-    # The deep tile of a wide adapter fits the shared memory in half precision only.
-    deep = not layout.dropout and (w[0].dtype.itemsize == 2 or layout.s_width <= 64)
-    if tuning is None and s.dtype == torch.float32:
-        tuning = SHRINK_FLOAT32
-    tuning = tuning or (SHRINK_DEEP if deep else SHRINK)
+    tuning = tuning or tuning_of("shrink", shape_of(layout, s, w[0], layout.dropout))
     if splits is None:
-        splits = split_count(layout, min(features), tuning, programs=132 if deep else 264)
-    capacity = layout.capacity[name]
+        splits = split_count(layout, min(features), tuning, programs=tuning.parts)
     partial = s
     if splits > 1:
         partial = torch.empty(splits, *s.shape, dtype=torch.float32, device=s.device)
     stacked = name == "shrink_x"
-    shrink_kernel[(capacity, splits)](
+    programs = num_programs(layout.capacity[name] * splits, tuning, s.device)
+    shrink_kernel[(programs,)](
         s, partial, blocks.finished, *three(x), *three(w), rows, blocks.table,
         layout.first_row[name], *three(linears), len(s),
         lists.LISTS.index(name), *three(features), s.shape[1],
         layout.num_linears, splits, layout.tiles.shrink_tokens, tuning.features,
-        rank_classes(min(layout.tiles.shrink_rank, layout.s_width)),
+        rank_classes(layout.most_rank(name)),
         layout.dropout and stacked, all(n % tuning.features == 0 for n in features),
-        alignment(features), num_warps=tuning.warps, num_stages=tuning.stages,
+        alignment(features), tuning.programs > 0,
+        num_warps=tuning.warps, num_stages=tuning.stages, **tuning.limits,
     )  # fmt: skip
 
 
@@ -432,7 +450,7 @@ def expand(
     """y_l = or += the sum of drop(s w_l) over the pieces of the list `name`."""
     layout = blocks.layout
     dropout = layout.dropout and name == "expand_dx"
-    tuning = tuning or EXPAND
+    tuning = tuning or tuning_of(name, shape_of(layout, s, w[0], dropout))
     features = [y_l.shape[1] for y_l in y]
     tiles = -(-max(features) // tuning.features)
     has_bias = biases is not None and any(bias is not None for bias in biases)
@@ -441,15 +459,15 @@ def expand(
             y_l.new_zeros(y_l.shape[1]) if b is None else b
             for y_l, b in zip(y, biases, strict=True)
         ]
-    expand_kernel[(num_programs(layout.capacity[name] * tiles, s.device),)](
+    expand_kernel[(num_programs(layout.capacity[name] * tiles, tuning, s.device),)](
         *three(y), *three(biases if has_bias else y), s, *three(w), rows, blocks.table,
         layout.first_row[name], *three(linears),
         lists.LISTS.index(name), *three(features), s.shape[1], layout.num_linears, tiles,
         tuning.tokens, tuning.features,
-        rank_classes(min(layout.tiles.chunk_rank, layout.s_width)),
+        rank_classes(layout.most_rank(name)),
         dropout, not write, has_bias,
         alignment(features), len(y), layout.max_rank > layout.tiles.chunk_rank,
-        num_warps=tuning.warps, num_stages=tuning.stages,
+        num_warps=tuning.warps, num_stages=tuning.stages, **tuning.limits,
     )  # fmt: skip
 
 

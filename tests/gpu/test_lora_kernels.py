@@ -1,0 +1,103 @@
+"""The multi-LoRA kernels in bfloat16 at sizes where every program takes several items."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tlora.kernels.multi_lora import reference
+from tlora.kernels.multi_lora.blocks import Blocks, Layout, Tiles
+from tlora.kernels.multi_lora.settings import TUNINGS, Tuning
+from tlora.kernels.multi_lora.tables import Segment
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+TOKENS, WIDTH, OUTS = 2048, 2048, (2048, 512, 512)
+LIMIT = 6e-3
+LARGE = TUNINGS["reduce_b large"]
+SETTINGS: dict[str, Tuning] = {
+    "settings": LARGE,
+    "one program per item": replace(LARGE, programs=0),
+    "one program": replace(LARGE, programs=1, turned=0),
+    "turned, two programs": Tuning(
+        tokens=64, features=128, warps=8, stages=3, registers=128, programs=2, turned=128
+    ),
+}
+
+
+def segments(scale: float = 1.0) -> list[Segment]:
+    """Jobs of rank 8 to 64, one of them twice as long as a chunk, and a gap."""
+    edges = [(0, 1100, 64), (1100, 1400, 8), (1400, 1401, 24), (1500, 2048, 32)]
+    found, a_row, b_row = [], 0, 0
+    for start, stop, rank in edges:
+        ranks, b_rows = (rank,) * 3, (b_row,) * 3
+        found.append(Segment(start, stop, a_row, ranks, b_rows, scale=scale))
+        a_row, b_row = a_row + 3 * rank, b_row + rank
+    return found
+
+
+class Problem:
+    def __init__(self) -> None:
+        generator = torch.Generator("cuda").manual_seed(3)
+
+        def random(*shape, dtype=torch.bfloat16):
+            return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+        self.x, self.dy = random(TOKENS, WIDTH), [random(TOKENS, out) for out in OUTS]
+        self.a, self.b = random(384, WIDTH) * WIDTH**-0.5, [random(128, out) for out in OUTS]
+        self.rows = torch.zeros(TOKENS, dtype=torch.int32, device="cuda")
+        layout = Layout(
+            num_tokens=TOKENS,
+            in_features=WIDTH,
+            out_features=OUTS,
+            max_segments=64,
+            max_rank=64,
+            dropout=False,
+            tiles=Tiles.for_tokens(TOKENS),
+        )
+        self.blocks = Blocks.new(layout, "cuda")
+        self.blocks.copy(segments())
+
+    def gradients(self, tuning: Tuning) -> list[torch.Tensor]:
+        from tlora.kernels.multi_lora import triton_backward, triton_forward
+
+        grad_a = torch.zeros(self.a.shape, device="cuda")
+        grad_b = [torch.zeros(b.shape, device="cuda") for b in self.b]
+        common = (self.blocks, self.rows, [0, 1, 2])
+        s = self.x.new_full((TOKENS, self.blocks.layout.s_width), float("nan"))
+        triton_forward.shrink(s, [self.x] * 3, [self.a] * 3, *common, name="shrink_x")
+        ds = torch.full_like(s, float("nan"))
+        triton_backward.reduce_fused(ds, grad_b, s, self.dy, self.b, *common, tuning=tuning)
+        triton_backward.reduce([grad_a] * 3, ds, [self.x] * 3, *common, name="reduce_a")
+        assert not self.blocks.finished.any(), "counters must be zero again"
+        return [grad_a, *grad_b]
+
+    def expected(self, scale: float) -> list[torch.Tensor]:
+        values = (self.x, self.dy, self.a.float(), [b.float() for b in self.b])
+        grads = reference.backward(*values, segments(scale), self.rows, [0, 1, 2])
+        return [grads.a, *grads.b]
+
+
+def errors(found: list[torch.Tensor], right: list[torch.Tensor]) -> list[float]:
+    return [float((u - v).norm() / v.norm()) for u, v in zip(found, right, strict=True)]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_gradients_match_the_reference_whatever_the_setting(name: str):
+    """Twice the same bits, and a scale off by 1 % is refused."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    problem = Problem()
+    found = problem.gradients(SETTINGS[name])
+    assert max(errors(found, problem.expected(1.0))) < LIMIT
+    assert min(errors(found, problem.expected(1.01))) > LIMIT
+    again = problem.gradients(SETTINGS[name])
+    assert all(torch.equal(u, v) for u, v in zip(found, again, strict=True))
+
+
+def test_which_program_takes_an_item_changes_no_bit():
+    problem = Problem()
+    first = problem.gradients(LARGE)
+    second = problem.gradients(replace(LARGE, programs=0))
+    assert all(torch.equal(u, v) for u, v in zip(first, second, strict=True))
