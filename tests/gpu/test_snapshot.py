@@ -24,6 +24,7 @@ from tlora.training import moving
 from tlora.training.driver import JobDriver
 from tlora.training.engine import Engine
 from tlora.training.engine_job import JobState
+from tlora.training.outcome import Outcome
 
 pytestmark = [
     pytest.mark.gpu,
@@ -76,11 +77,17 @@ class Group:
         for _ in range(nano_batches):
             for each in self.drivers.values():
                 each.advance(self.engine)
-            outcome = self.engine.run_nano_batch()
-            assert not outcome.error and not outcome.failures
-            for done in outcome.steps:
-                if done.job in self.drivers:
-                    self.drivers[done.job].on_step(done)
+            self._heard(self.engine.run_nano_batch())
+
+    def drain(self) -> None:
+        for outcome in self.engine.drain():
+            self._heard(outcome)
+
+    def _heard(self, outcome: Outcome) -> None:
+        assert not outcome.error and not outcome.failures
+        for done in outcome.steps:
+            if done.job in self.drivers:
+                self.drivers[done.job].on_step(done)
 
 
 def rows_of(model: SuperModel, job: str) -> dict[str, torch.Tensor]:
@@ -144,6 +151,8 @@ def test_small_staging_buffers_lose_nothing(staging_bytes: int) -> None:
     """Pieces that end in the middle of a matrix, both ways."""
     group = Group("a", "b")
     group.run(3)
+    # A job that moves must have heard of its last step.
+    group.drain()
     link = cuda_link.CudaLink(group.model.device, staging_bytes)
     group.model._courier = InBackground(link, slab_bytes=10 << 20)
     expected = rows_of(group.model, "a")

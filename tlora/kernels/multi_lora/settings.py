@@ -64,7 +64,7 @@ TUNINGS: dict[str, Tuning] = {
     "shrink deep": Tuning(tokens=128, features=128, warps=8, stages=3, programs=1),
     # Tiles of four bytes a value would not fit the shared memory otherwise.
     "shrink float32": Tuning(tokens=128, features=32, warps=8, stages=2, programs=2, parts=264),
-    "expand_y": Tuning(tokens=64, features=128, warps=4, stages=2, programs=8),
+    "expand_y": Tuning(tokens=64, features=128, warps=4, stages=3, programs=8),
     "expand_dx": Tuning(tokens=64, features=128, warps=4, stages=2, programs=8),
     "reduce_a small": Tuning(tokens=64, features=128, warps=4, stages=3, programs=3),
     "reduce_a large": Tuning(
@@ -74,7 +74,7 @@ TUNINGS: dict[str, Tuning] = {
         tokens=64, features=64, warps=4, stages=3, registers=128, programs=4
     ),
     "reduce_b small": Tuning(tokens=64, features=256, warps=4, stages=3, programs=2),
-    "reduce_b large": Tuning(tokens=128, features=256, warps=8, stages=2, programs=1, turned=64),
+    "reduce_b large": Tuning(tokens=64, features=256, warps=8, stages=3, programs=1, turned=64),
     "reduce_b float32": Tuning(
         tokens=64, features=128, warps=8, stages=2, registers=255, programs=1
     ),
