@@ -74,7 +74,7 @@ def test_replicas_wait_for_the_fullest_and_for_the_link() -> None:
 
 
 def test_a_wrong_predictor_is_wrong_by_the_asked_amount_and_always_alike() -> None:
-    """A spread of 10 % over many jobs, for groups as for single ones; another seed, other errors."""
+    """A spread of 10 % over many jobs, for groups as for single ones; seeds differ."""
     right, wrong = costs_of(CLUSTER), costs_of(CLUSTER, error=0.1)
     other = costs_of(CLUSTER, error=0.1, seed=1)
     jobs = [request(f"j{i}") for i in range(400)]
