@@ -82,9 +82,7 @@ class Board:
     def open(self, pieces: Iterable[Piece], gpus: tuple[int, ...], priced: Priced) -> Bin:
         """A new group of jobs that are in none."""
         load = load_of(list(pieces))
-        found = Bin(
-            f"g{self._next}", load.pieces[0].base, gpus, load, priced, is_new=True
-        )
+        found = Bin(f"g{self._next}", load.pieces[0].base, gpus, load, priced, is_new=True)
         self._next += 1
         self.bins[found.name] = found
         self._file(found)
@@ -243,16 +241,17 @@ class _Telling:
             else:
                 moved.append(piece)
         for name, which in board.bins.items():
-            if not which.is_new and set(which.gpus) < set(self.gpus[name]):
-                self._resize(which)
+            if which.is_new:
+                continue
+            kept = tuple(gpu for gpu in self.gpus[name] if gpu in which.gpus)
+            if kept and len(kept) < len(self.gpus[name]):
+                self._resize(which, kept)
         # A group that would be empty for a moment would end: those that only give go first.
         taking = {board.place[piece.name] for piece in moved}
         moved.sort(key=lambda piece: piece.job.group in taking)
         for piece in moved:
             self._move(piece)
-        for name, which in board.bins.items():
-            if not which.is_new and set(which.gpus) != set(self.gpus[name]):
-                self._resize(which)
+        self._grow()
         starting: dict[str, list[Piece]] = {}
         for piece in arriving:
             name = board.place[piece.name]
@@ -269,19 +268,41 @@ class _Telling:
                 self._resize(which)
         return self.out
 
+    def _grow(self) -> None:
+        """Groups to their GPUs, each when these are free."""
+        pending = [
+            each
+            for name, each in self.board.bins.items()
+            if not each.is_new and set(each.gpus) != set(self.gpus[name])
+        ]
+        while pending:
+            taken = {gpu: name for name, gpus in self.gpus.items() for gpu in gpus}
+            ready = [
+                each
+                for each in pending
+                if all(taken.get(gpu, each.name) == each.name for gpu in each.gpus)
+            ]
+            assert ready, f"{pending[0].name} waits for GPUs that wait for it"
+            for each in ready:
+                self._resize(each)
+            pending = [each for each in pending if each not in ready]
+
     def _reasons(self, piece: Piece) -> Reasons:
         return self.board.why.get(piece.name) or Reasons(why="regrouped")
 
     def _pause(self, piece: Piece, old: str) -> None:
+        self._leave(piece, old)
+        self.out.append(Pause(job=piece.name, group=old, reasons=self._reasons(piece)))
+
+    def _leave(self, piece: Piece, old: str) -> None:
         del self.weights[old][piece.name]
         if not self.weights[old]:
             del self.weights[old], self.gpus[old]
-        self.out.append(Pause(job=piece.name, group=old, reasons=self._reasons(piece)))
 
     def _move(self, piece: Piece) -> None:
         old, new = piece.job.group, self.board.place[piece.name]
         assert old is not None and new is not None
-        del self.weights[old][piece.name]
+        self._leave(piece, old)
         self.weights[new][piece.name] = piece.weight
         self.out.append(
             Move(
@@ -312,15 +333,16 @@ class _Telling:
             )
         )
 
-    def _resize(self, which: Bin) -> None:
-        plan = Plan(replicas=len(which.gpus), bucket=which.priced.bucket)
+    def _resize(self, which: Bin, gpus: tuple[int, ...] | None = None) -> None:
+        gpus = gpus or which.gpus
+        plan = Plan(replicas=len(gpus), bucket=which.priced.bucket)
         weights = {name: self.board.pieces[name].weight for name in self.weights[which.name]}
-        self.gpus[which.name], self.plans[which.name] = which.gpus, plan
+        self.gpus[which.name], self.plans[which.name] = gpus, plan
         self.weights[which.name] = weights
         self.out.append(
             Resize(
                 group=which.name,
-                gpus=which.gpus,
+                gpus=gpus,
                 plan=plan,
                 weights=tuple(weights.values()),
                 reasons=which.reasons

@@ -40,22 +40,31 @@ class Option:
     why: str = ""
 
 
-def place_waiting(board: Board, limit: int, settings_replicas: int | None = None) -> list[Piece]:
+FAILURES = 6
+"""Waiting jobs in a row that find no place, before the others are left for the next turn."""
+
+
+def place_waiting(board: Board, widest: int | None) -> list[Piece]:
     """Jobs without a group, the most urgent first: on free GPUs, beside others, or on GPUs that a
     wide group can spare. Returns those that were placed; the others wait on."""
     waiting = [piece for name, piece in board.pieces.items() if board.place[name] is None]
     waiting.sort(key=lambda piece: (-piece.urgency, piece.rank))
     placed: list[Piece] = []
-    for piece in waiting[:limit]:
-        if place(board, piece, settings_replicas):
+    failures: dict[str, int] = {}
+    for piece in waiting:
+        if failures.get(piece.base, 0) >= FAILURES:
+            continue
+        if place(board, piece, widest):
             placed.append(piece)
+        else:
+            failures[piece.base] = failures.get(piece.base, 0) + 1
     return placed
 
 
-def place(board: Board, piece: Piece, max_replicas: int | None = None) -> bool:
-    option = on_free(board, piece, max_replicas)
+def place(board: Board, piece: Piece, widest: int | None = None) -> bool:
+    option = on_free(board, piece, widest)
     if option is None:
-        options = [*joins(board, piece), *donations(board, piece, max_replicas)]
+        options = [*joins(board, piece), *donations(board, piece, widest)]
         option = max(options, key=lambda each: each.gain, default=None)
     if option is None:
         return False
@@ -89,10 +98,10 @@ def carry_out(board: Board, piece: Piece, option: Option) -> None:
     )
 
 
-def widths(piece: Piece, most: int, max_replicas: int | None = None) -> list[int]:
+def widths(piece: Piece, most: int, widest: int | None = None) -> list[int]:
     """Numbers of GPUs to try for it alone, the largest first: its due, then half of that, and so
     on."""
-    useful = min(piece.figures.solo_plan.replicas, max_replicas or most, most)
+    useful = min(piece.figures.solo_plan.replicas, widest or most, most)
     due = max(1, min(useful, -int(-piece.fair_gpus // 1)))
     found: list[int] = []
     while due >= 1:
@@ -101,11 +110,11 @@ def widths(piece: Piece, most: int, max_replicas: int | None = None) -> list[int
     return found
 
 
-def on_free(board: Board, piece: Piece, max_replicas: int | None = None) -> Option | None:
+def on_free(board: Board, piece: Piece, widest: int | None = None) -> Option | None:
     if not board.free:
         return None
     load = load_of([piece])
-    for count in widths(piece, len(board.free), max_replicas):
+    for count in widths(piece, len(board.free), widest):
         gpus = board.choose(count)
         if gpus is None:
             continue
@@ -124,11 +133,11 @@ def joins(board: Board, piece: Piece) -> Iterable[Option]:
             yield Option(gain, target, target.gpus, priced, why=f"{target.name} has room for it")
 
 
-def donations(board: Board, piece: Piece, max_replicas: int | None = None) -> Iterable[Option]:
+def donations(board: Board, piece: Piece, widest: int | None = None) -> Iterable[Option]:
     """A wide group goes on with fewer GPUs, and the job gets the others."""
     alone = load_of([piece])
     for donor in board.widest(CANDIDATES):
-        for count in widths(piece, len(donor.gpus) - 1, max_replicas):
+        for count in widths(piece, len(donor.gpus) - 1, widest):
             kept, given = split_gpus(board, donor, count)
             rest = board.price(donor.load, kept)
             if not rest.holds:
@@ -189,37 +198,6 @@ def trade_gpus(board: Board, widest: int | None = None) -> bool:
             for each in (donor, taker):
                 each.reasons = Reasons(why=why, before=before, after=rest.worth + more.worth)
             helped = True
-    return helped
-
-
-def use_free(board: Board, max_replicas: int | None = None) -> bool:
-    """Free GPUs to the group that gains most by them."""
-    helped = False
-    while board.free:
-        best: tuple[float, Bin, tuple[int, ...], Priced] | None = None
-        for base in board.bases:
-            for which in board.pressed(base, CANDIDATES):
-                room = useful_replicas(which.load) - len(which.gpus)
-                if max_replicas is not None:
-                    room = min(room, max_replicas - len(which.gpus))
-                for count in {1, 2, len(which.gpus), min(room, len(board.free))}:
-                    if not 0 < count <= min(room, len(board.free)):
-                        continue
-                    more = board.choose(count, which.gpus)
-                    if more is None:
-                        continue
-                    priced = board.price(which.load, (*which.gpus, *more))
-                    gain = (priced.worth - which.priced.worth) / count
-                    if gain > EPSILON and priced.fits and (best is None or gain > best[0]):
-                        best = (gain, which, (*which.gpus, *more), priced)
-        if best is None:
-            return helped
-        _, which, gpus, priced = best
-        which.reasons = Reasons(
-            why="GPUs are free", before=which.priced.worth, after=priced.worth
-        )
-        board.resize(which, gpus, priced)
-        helped = True
     return helped
 
 

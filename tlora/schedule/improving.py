@@ -1,6 +1,8 @@
-"""Better places for jobs that were placed in this turn: they run nowhere yet, so moving them costs
-nothing. Hill climbing: of each job's moves, swaps and hand-overs the best is taken, until none
-helps or the turn's budget of questions is spent.
+"""Better places for some of the jobs. Hill climbing: of each job's moves, swaps and hand-overs the
+best is taken, until none helps or the turn's budget of questions is spent.
+
+A job that was placed in this turn runs nowhere yet, and moving it costs nothing. One that runs pays
+a toll (`tolls.py`), which the change must earn.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,6 +22,7 @@ from tlora.schedule.grouping import (
 )
 from tlora.schedule.pieces import Piece
 from tlora.schedule.pricing import Load, Priced, load_of
+from tlora.schedule.tolls import Tolls
 
 ROUNDS = 4
 
@@ -32,9 +35,11 @@ class Change:
     contents: list[tuple[Bin | None, Load | None, tuple[int, ...], Priced | None]]
 
 
-def improve(board: Board, fresh: Iterable[Piece], *, budget: int, widest: int | None) -> None:
+def improve(
+    board: Board, tolls: Tolls, those: Iterable[Piece], *, budget: int, widest: int | None
+) -> None:
     """`budget`: prices asked for at most, give or take one job's. `widest`: replicas of a group."""
-    pieces = list(fresh)
+    pieces = list(those)
     movable = {piece.name for piece in pieces}
     stop = board.pricing.asked + budget
     for _ in range(ROUNDS):
@@ -42,22 +47,15 @@ def improve(board: Board, fresh: Iterable[Piece], *, budget: int, widest: int | 
         for piece in pieces:
             if board.pricing.asked > stop:
                 return
-            change = max(
-                _changes(board, piece, movable, widest), key=lambda each: each.gain, default=None
-            )
-            if change is not None and change.gain > EPSILON:
-                _apply(board, change)
-                helped = True
+            helped |= _take_best(board, tolls, list(_changes(board, piece, movable, widest)))
         if pieces and board.pricing.asked <= stop:
-            helped |= spread(board, movable, widest)
+            helped |= spread(board, tolls, movable, widest)
             helped |= trade_gpus(board, widest)
         if not helped:
             return
 
 
-def _changes(
-    board: Board, piece: Piece, movable: set[str], widest: int | None
-) -> Iterator[Change]:
+def _changes(board: Board, piece: Piece, movable: set[str], widest: int | None) -> Iterator[Change]:
     name = board.place[piece.name]
     if name is None:
         return
@@ -179,7 +177,7 @@ def _hand_overs(
     # Its place for another job that is alone, of another base maybe: nothing to gain.
 
 
-def spread(board: Board, movable: set[str], widest: int | None) -> bool:
+def spread(board: Board, tolls: Tolls, movable: set[str], widest: int | None) -> bool:
     """Free GPUs to whoever makes most of them: a group that grows, or a job that leaves one."""
     helped = False
     while board.free:
@@ -187,22 +185,36 @@ def spread(board: Board, movable: set[str], widest: int | None) -> bool:
         for count in sorted({1, 2, len(board.free)}):
             gpus = board.choose(count) if count <= len(board.free) else None
             if gpus is not None and count <= (widest or count):
-                for use in _uses(board, gpus, None, movable, widest):
-                    options.append(Change(use.gain / count, use.contents))
-        best = max(options, key=lambda each: each.gain, default=None)
-        if best is None or best.gain <= EPSILON:
+                options += _uses(board, gpus, None, movable, widest)
+        if not _take_best(board, tolls, options):
             return helped
-        best.gain *= sum(len(gpus) for which, _, gpus, _ in best.contents if which is None) or 1
-        _apply(board, best)
         helped = True
     return helped
 
 
-def clear_out(board: Board, fresh: Iterable[Piece], *, tries: int, widest: int | None) -> bool:
-    """A group that has not started is dissolved, its jobs go to others, and its GPUs to those that
-    wait or make more of them: kept if more jobs run then, or as many for more GPUs' worth."""
+def _take_best(board: Board, tolls: Tolls, changes: list[Change]) -> bool:
+    """The one that gains most after its toll. The toll is asked for only where the gain is the
+    largest so far."""
+    best: Change | None = None
+    net = EPSILON
+    for change in changes:
+        if change.gain > net:
+            left = change.gain - tolls.of_change(board, change.contents)
+            if left > net:
+                best, net = change, left
+    if best is None:
+        return False
+    _apply(board, best, tolls.of_change(board, best.contents) * tolls.horizon_s)
+    return True
+
+
+def clear_out(
+    board: Board, tolls: Tolls, those: Iterable[Piece], *, tries: int, widest: int | None
+) -> bool:
+    """A group is dissolved, its jobs go to others, and its GPUs to those that wait or make more of
+    them: kept if more jobs run then, or as many for more GPUs' worth, tolls paid."""
     helped = False
-    movable = {piece.name for piece in fresh}
+    movable = {piece.name for piece in those}
     for name in list(board.bins)[-tries:]:
         which = board.bins.get(name)
         if which is None or any(piece.name not in movable for piece in which.load.pieces):
@@ -217,9 +229,10 @@ def clear_out(board: Board, fresh: Iterable[Piece], *, tries: int, widest: int |
         if not all(_best_join(trial, piece) for piece in sorted(pieces, key=_bulk)):
             continue
         trial.free |= freed
-        placed = place_waiting(trial, CANDIDATES, widest)
-        spread(trial, movable | {piece.name for piece in placed}, widest)
-        now, then = (board.running, board.worth), (trial.running, trial.worth)
+        placed = place_waiting(trial, widest)
+        spread(trial, tolls, movable | {piece.name for piece in placed}, widest)
+        toll = tolls.of_moves(trial, pieces)
+        now, then = (board.running, board.worth), (trial.running, trial.worth - toll)
         if then > (now[0], now[1] + EPSILON):
             board.adopt(trial)
             helped = True
@@ -274,7 +287,7 @@ def _uses(
                         )
 
 
-def _apply(board: Board, change: Change) -> None:
+def _apply(board: Board, change: Change, cost_s: float) -> None:
     touched = [which for which, *_ in change.contents if which is not None]
     before = sum(which.priced.worth for which in touched)
     board.rearrange(change.contents)
@@ -288,6 +301,7 @@ def _apply(board: Board, change: Change) -> None:
                     before=before,
                     after=before + change.gain,
                     slowdown=priced.breach * piece.job.request.slowdown_bound,
+                    cost_s=cost_s or None,
                     bound_by=priced.bound_by,
                 )
 
@@ -316,23 +330,28 @@ def _waiting(board: Board) -> list[Piece]:
     return [piece for name, piece in board.pieces.items() if board.place[name] is None]
 
 
+def _fewest_tokens(piece: Piece) -> float:
+    return piece.figures.batch_tokens
+
+
+def _most_patient(piece: Piece) -> float:
+    return -piece.limit_s
+
+
+def _most_worth(piece: Piece) -> float:
+    return -piece.worth_s / piece.figures.batch_tokens
+
+
 def _exchange_one(board: Board, which: Bin, base: str) -> bool:
     evicted = which.load.pieces
     # Who is overdue gives way only to those who are more so.
     urgency = max(piece.urgency for piece in evicted)
     floor = urgency if urgency > 1 + EPSILON else 0.0
-    waiting = [
-        piece for piece in _waiting(board) if piece.base == base and piece.urgency >= floor
-    ]
+    waiting = [piece for piece in _waiting(board) if piece.base == base and piece.urgency >= floor]
     if which.base == base:
         waiting += evicted
     best: tuple[int, float, Load, Priced] | None = None
-    orders = (
-        lambda piece: piece.figures.batch_tokens,
-        lambda piece: piece.limit_s * -1.0,
-        lambda piece: -piece.worth_s / piece.figures.batch_tokens,
-    )
-    for order in orders:
+    for order in (_fewest_tokens, _most_patient, _most_worth):
         load: Load | None = None
         priced: Priced | None = None
         for piece in sorted(waiting, key=order)[:CANDIDATES]:
