@@ -40,6 +40,9 @@ class Board:
         self.cluster: Cluster = state.cluster
         self.pricing = Pricing(costs)
         self.pieces = pieces
+        self.is_contended = sum(each.gpus for each in pieces.values()) > state.up_gpus
+        """Not every job can have the GPUs it brings."""
+
         self.free = set(state.free)
         self.bins: dict[str, Bin] = {}
         self.place: dict[str, str | None] = {name: pieces[name].job.group for name in pieces}
@@ -59,12 +62,11 @@ class Board:
             )
             self._file(self.bins[group.name])
 
-    def price(self, load: Load, gpus: Sequence[int]) -> Priced:
-        cluster, speeds = self.cluster, self.state.speed
-        if len(gpus) == 1:
-            return self.pricing.price(load, 1, None, speeds.get(gpus[0], 1.0) if speeds else 1.0)
+    def price(self, load: Load, gpus: tuple[int, ...]) -> Priced:
+        speeds = self.state.speed
         speed = min(speeds.get(gpu, 1.0) for gpu in gpus) if speeds else 1.0
-        return self.pricing.price(load, len(gpus), cluster.link(cluster.tier(gpus)), speed)
+        link = self.costs.link(gpus) if len(gpus) > 1 else None
+        return self.pricing.price(load, len(gpus), link, speed)
 
     def choose(self, count: int, near: Sequence[int] = ()) -> tuple[int, ...] | None:
         """Free GPUs: beside `near` where they fit, at full speed before slowed ones."""
@@ -210,7 +212,23 @@ class Board:
         """What leads from the state to the board, in an order that can be carried out: what gives
         GPUs back comes first. `everywhere`: buckets and weights of groups that nothing happened to
         are brought up to date too."""
+        self._rename_taken_over()
         return _Telling(self).decisions(everywhere=everywhere)
+
+    def _rename_taken_over(self) -> None:
+        """A group that none of its jobs stays in ends on the way: what is there then is new."""
+        for name, which in list(self.bins.items()):
+            stays = any(piece.job.group == name for piece in which.load.pieces)
+            if which.is_new or stays:
+                continue
+            self._unfile(which)
+            del self.bins[name]
+            which.name, which.is_new = f"g{self._next}", True
+            self._next += 1
+            self.bins[which.name] = which
+            self._file(which)
+            for piece in which.load.pieces:
+                self.place[piece.name] = which.name
 
 
 class _Telling:
@@ -246,9 +264,6 @@ class _Telling:
             kept = tuple(gpu for gpu in self.gpus[name] if gpu in which.gpus)
             if kept and len(kept) < len(self.gpus[name]):
                 self._resize(which, kept)
-        # A group that would be empty for a moment would end: those that only give go first.
-        taking = {board.place[piece.name] for piece in moved}
-        moved.sort(key=lambda piece: piece.job.group in taking)
         for piece in moved:
             self._move(piece)
         self._grow()

@@ -16,7 +16,7 @@ from tlora.schedule.grouping import EPSILON, useful_replicas
 from tlora.schedule.pricing import Load, Priced
 from tlora.schedule.tolls import Tolls
 
-LONGEST_PREFIX = 32
+LONGEST_PREFIX = 8
 
 
 class Merging:

@@ -10,8 +10,10 @@ from tlora.schedule.pieces import Piece
 ROUNDING = 1e-9
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Priced:
+    """Never changed; not frozen because it is made very often."""
+
     bucket: int
     worth: float
     breach: float
@@ -22,10 +24,8 @@ class Priced:
 
     memory_bytes: float
     fits: bool
-
-    @property
-    def holds(self) -> bool:
-        return self.fits and self.breach <= 1 + ROUNDING
+    holds: bool
+    """Memory and all bounds."""
 
     @property
     def bound_by(self) -> str:
@@ -141,13 +141,16 @@ class Pricing:
         memory = base.memory_bytes(
             rows=rows, longest=load.longest, bucket=bucket, parameters=load.parameters
         )
+        fits = base.fits(memory)
+        breach = seconds / load.limit_s
         return Priced(
             bucket,
             load.worth / seconds,
-            seconds / load.limit_s,
+            breach,
             load.pressed,
             memory,
-            base.fits(memory),
+            fits,
+            fits and breach <= 1 + ROUNDING,
         )
 
     def _shared(
@@ -196,7 +199,9 @@ class Pricing:
         memory = base.memory_bytes(
             rows=rows, longest=load.longest, bucket=bucket, parameters=load.parameters
         )
-        return Priced(bucket, worth / seconds, breach, pressed, memory, base.fits(memory))
+        fits = base.fits(memory)
+        holds = fits and breach <= 1 + ROUNDING
+        return Priced(bucket, worth / seconds, breach, pressed, memory, fits, holds)
 
 
 def _better(one: Priced, other: Priced) -> bool:
