@@ -1,5 +1,6 @@
 """The groups as a policy would have them: changed on paper first, then told as decisions."""
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -278,8 +279,13 @@ class _Telling:
         for name in [each.name for each in board.bins.values() if each.is_new]:
             self._start(board.bins[name], starting[name])
         for name, which in board.bins.items():
-            looked_at = everywhere or name in board.touched
-            if looked_at and not which.is_new and self._is_stale(which):
+            if which.is_new:
+                continue
+            slack = WEIGHT_CHANGE if everywhere else math.inf
+            if name in board.touched:
+                # Its bounds were reckoned with the weights that are due.
+                slack = 1e-6
+            if self._is_stale(which, slack):
                 self._resize(which)
         return self.out
 
@@ -370,7 +376,9 @@ class _Telling:
             )
         )
 
-    def _is_stale(self, which: Bin) -> bool:
+    def _is_stale(self, which: Bin, slack: float) -> bool:
+        if slack == math.inf:
+            return False
         if self.plans[which.name].bucket != which.priced.bucket:
             return True
         weights = self.weights[which.name]
@@ -379,4 +387,4 @@ class _Telling:
             # All batches are whole in every round, whatever the weights.
             return False
         ratios = [weight / self.board.pieces[name].weight for name, weight in weights.items()]
-        return max(ratios) > min(ratios) * (1 + WEIGHT_CHANGE)
+        return max(ratios) > min(ratios) * (1 + slack)

@@ -44,6 +44,8 @@ class Tlora:
         return self.merging.misses
 
     def decide(self, state: State, events: Sequence[Event]) -> list[Decision]:
+        if not state.up_gpus:
+            return []
         refused = self._refused(state)
         pieces = pieces_of(state, self.costs)
         for decision in refused:
