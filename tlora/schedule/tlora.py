@@ -27,7 +27,7 @@ PASSES = 4
 RUNNING_LOOKED_AT = 4
 """Running jobs, of the groups nearest to or beyond their bounds, that a turn tries to move."""
 
-SEEDS = 6
+SEEDS = 1
 """Groups per base and tier that a tick tries to merge others into."""
 
 
