@@ -13,7 +13,7 @@ from tlora.schedule.board import Bin, Board
 from tlora.schedule.pieces import Piece
 from tlora.schedule.pricing import Load, Priced, load_of
 
-CANDIDATES = 12
+CANDIDATES = 8
 """Groups looked at for one job."""
 
 EPSILON = 1e-6

@@ -60,6 +60,7 @@ def _changes(board: Board, piece: Piece, movable: set[str], widest: int | None) 
     if name is None:
         return
     source = board.bins[name]
+    yield from _relocations(board, source)
     if len(source.load.pieces) == 1:
         yield from _hand_overs(board, piece, source, movable, widest)
         return
@@ -109,6 +110,16 @@ def _changes(board: Board, piece: Piece, movable: set[str], widest: int | None) 
                         ],
                     )
     yield from _swaps(board, piece, source, rest, movable)
+
+
+def _relocations(board: Board, source: Bin) -> Iterator[Change]:
+    """The whole group to free GPUs, away from slow ones or nearer to each other."""
+    gpus = board.choose(len(source.gpus))
+    if gpus is not None and (board.state.speed or len(gpus) > 1):
+        priced = board.price(source.load, gpus)
+        if _no_worse(priced, source.priced):
+            gain = priced.worth - source.priced.worth
+            yield Change(gain, [(source, source.load, gpus, priced)])
 
 
 def _swaps(
@@ -174,7 +185,6 @@ def _hand_overs(
                 yield Change(
                     both.worth - lost, [(source, None, (), None), (target, load, pooled, both)]
                 )
-    # Its place for another job that is alone, of another base maybe: nothing to gain.
 
 
 def spread(board: Board, tolls: Tolls, movable: set[str], widest: int | None) -> bool:
