@@ -276,3 +276,8 @@ def _better(one: Priced, other: Priced) -> bool:
     if one.fits != other.fits:
         return one.fits
     return one.breach < other.breach
+
+
+def no_worse(after: Priced, before: Priced) -> bool:
+    """It fits, and bounds hold, or are broken by no more than before."""
+    return after.fits and after.breach <= max(1.0, before.breach) * (1 + ROUNDING)
