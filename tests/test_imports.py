@@ -29,7 +29,7 @@ LEVELS = {
     "server": 5,
     "cli": 6,
 }
-TORCH_FREE = ["core", "config", "costs", "schedule", "tuning", "control"]
+TORCH_FREE = ["core", "config", "costs", "schedule", "tuning", "store", "control", "simulation"]
 
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
 

@@ -4,8 +4,8 @@
 scheduler asks. Nothing here measures, and nothing knows torch.
 """
 
+from tlora.core.load import JobLoad
 from tlora.costs.predict import (
-    JobLoad,
     Prediction,
     finish_times,
     knee_tokens,

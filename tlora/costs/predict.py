@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tlora.core.errors import SpecError
+from tlora.core.load import JobLoad
 from tlora.costs.model import NanoBatch, Segment
 from tlora.costs.profile import Profile
 
@@ -16,39 +17,6 @@ KNEE_SHARE = 0.95
 KNEE_LENGTH = 512
 KNEE_RANK = 16
 KNEE_LIMIT = 2**20
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobLoad:
-    """What the costs of a job depend on."""
-
-    rank: int
-    batch_size: int
-    """Sequences per optimiser step."""
-
-    lengths: tuple[int, ...]
-    """Tokens of its sequences: one number, or a sample of its data."""
-
-    weight: float = 1.0
-    coverage: float = 1.0
-    """The part of all linears that it adapts, by their widths: 1 is all-linear."""
-
-    def __post_init__(self) -> None:
-        for name, value in (("rank", self.rank), ("batch_size", self.batch_size)):
-            if value < 1:
-                raise SpecError(f"must be at least 1, got {value}", field=name)
-        if not self.lengths or min(self.lengths) < 1:
-            raise SpecError("must be one length or more, each at least 1", field="lengths")
-        if self.weight <= 0 or not 0 < self.coverage <= 1:
-            raise SpecError("weight must be above 0, coverage in (0, 1]", field="weight, coverage")
-
-    @property
-    def batch_tokens(self) -> float:
-        return self.batch_size * sum(self.lengths) / len(self.lengths)
-
-    @property
-    def squares_per_token(self) -> float:
-        return sum(length**2 for length in self.lengths) / sum(self.lengths)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,11 +153,12 @@ def shares_of(jobs: Sequence[JobLoad], budget: float) -> list[float]:
 def rows_of(profile: Profile, tokens: float, budget: int) -> float:
     """With the padding up to a bucket. Buckets follow the budget; beyond it rows are a multiple
     of it, for a sequence that goes alone."""
+    # The shares' sum is off by rounding.
+    tokens *= 1 - 1e-9
     if tokens > budget:
         return -(-tokens // budget) * budget
     sizes = sorted(size * budget / profile.budget_tokens for size in profile.buckets)
-    # The shares' sum is off by rounding.
-    return next((size for size in sizes if size >= tokens * (1 - 1e-9)), float(budget))
+    return next((size for size in sizes if size >= tokens), float(budget))
 
 
 def knee_tokens(profile: Profile) -> int | None:

@@ -1,0 +1,72 @@
+"""The one control loop: events in, policy asked, decisions out, all of it recorded.
+
+    wait for events -> bring the state up to now -> decide -> record -> carry out
+
+The server, `tlora train` and the simulator all run this; they differ in clock, executor and store.
+"""
+
+import time
+from collections.abc import Sequence
+
+from tlora.control.protocols import Executor, Store, Turn
+from tlora.core.clock import Clock
+from tlora.core.event import Event, Tick
+from tlora.core.state import State
+from tlora.schedule.fairness import fair_gpus
+from tlora.schedule.policy import Policy
+
+TICK_S = 300.0
+
+
+class Loop:
+    def __init__(
+        self,
+        *,
+        state: State,
+        policy: Policy,
+        executor: Executor,
+        store: Store,
+        clock: Clock,
+        tick_s: float = TICK_S,
+    ) -> None:
+        """A policy is asked after every event, and at least every `tick_s` while jobs are here."""
+        self.state = state
+        self.policy = policy
+        self.executor = executor
+        self.store = store
+        self.clock = clock
+        self.tick_s = tick_s
+        self.turns = 0
+        self._fair = fair_gpus(state)
+
+    def run(self) -> None:
+        """Until every job is done and no more can come."""
+        while self.state.jobs or not self.executor.idle:
+            self.step()
+
+    def step(self) -> None:
+        until = self.state.now + self.tick_s if self.state.jobs else float("inf")
+        events = tuple(self.executor.wait(until))
+        if not events:
+            stuck = self.executor.idle and not self.state.groups
+            assert not stuck, "jobs wait, nothing runs, and nothing will happen"
+            events = (Tick(self.clock.now()),)
+        self.turn(self.clock.now(), events, self.executor.progress())
+
+    def turn(self, now: float, events: Sequence[Event], progress: dict[str, float]) -> Turn:
+        """One turn with what the world says; a replay feeds recorded ones."""
+        state = self.state
+        state.advance(now, progress, self._fair)
+        for event in events:
+            state.happen(event)
+        began = time.process_time()
+        decisions = self.policy.decide(state, events)
+        decided_s = time.process_time() - began
+        done = Turn(self.turns, now, tuple(events), progress, tuple(decisions), decided_s)
+        self.turns += 1
+        self.store.record(done)
+        for decision in decisions:
+            state.apply(decision)
+            self.executor.apply(decision)
+        self._fair = fair_gpus(state)
+        return done

@@ -1,0 +1,281 @@
+"""All that a policy may look at: the cluster, the jobs that are not done, the groups.
+
+The loop owns it and is the only one to change it: by `advance` (time and progress), by
+`happen` (events) and by `apply` (decisions, which it checks). Everything in it follows from the
+recorded events, progress and decisions, so a replay has the same state at every decision.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tlora.core.cluster import Cluster
+from tlora.core.decision import Decision, Join, Move, Pause, Refuse, Resize, Start
+from tlora.core.event import (
+    Arrival,
+    Completion,
+    EarlyExit,
+    Event,
+    GpuFailure,
+    GpuRepair,
+    JobFailure,
+    SlowdownBreach,
+    Straggler,
+    Tick,
+)
+from tlora.core.plan import Plan
+from tlora.core.request import JobRequest
+
+Outcome = Literal["completed", "exited", "failed", "refused"]
+
+
+@dataclass(slots=True)
+class JobState:
+    """A job that is waiting or running."""
+
+    request: JobRequest
+    steps_done: float = 0.0
+    """May lie between whole steps, where part of a batch is through."""
+
+    group: str | None = None
+    """None: it waits."""
+
+    since_s: float = 0.0
+    """When it last began to wait, or was last placed in or moved to a group."""
+
+    waited_s: float = 0.0
+    """In all, since it arrived, without a group."""
+
+    fair_s: float = 0.0
+    """What it was due: the integral of its fair GPUs / its own GPUs over its time here. A job that
+    got just its due would have made fair_s of solo training."""
+
+    moves: int = 0
+    """How often it was taken out of a group by a decision: moves and pauses."""
+
+    @property
+    def name(self) -> str:
+        return self.request.name
+
+    @property
+    def remaining_steps(self) -> float:
+        return max(0.0, self.request.total_steps - self.steps_done)
+
+
+@dataclass(slots=True)
+class GroupState:
+    name: str
+    base: str
+    gpus: tuple[int, ...]
+    plan: Plan
+    jobs: dict[str, float]
+    """Name -> weight, in the order of joining."""
+
+    since_s: float
+    changed_s: float
+    """When a decision last changed its jobs, GPUs or plan."""
+
+
+@dataclass(slots=True)
+class State:
+    cluster: Cluster
+    shares: dict[str, float] = field(default_factory=dict[str, float])
+    """Tenant -> its part of the cluster; a tenant that is not named has 1."""
+
+    max_runnable: int | None = None
+    """Jobs beyond so many, in order of arrival, are not looked at until others end."""
+
+    now: float = 0.0
+    jobs: dict[str, JobState] = field(default_factory=dict[str, JobState])
+    """Those not done, in order of arrival."""
+
+    groups: dict[str, GroupState] = field(default_factory=dict[str, GroupState])
+    free: set[int] = field(default_factory=set[int])
+    """GPUs that are up and in no group."""
+
+    down: set[int] = field(default_factory=set[int])
+    speed: dict[int, float] = field(default_factory=dict[int, float])
+    """GPU -> the part of its usual speed at which it was seen to run, where that is not 1."""
+
+    served: dict[str, float] = field(default_factory=dict[str, float])
+    """Tenant -> GPU-seconds that its running jobs' groups held, by their weights."""
+
+    due: dict[str, float] = field(default_factory=dict[str, float])
+    """Tenant -> GPU-seconds that were its fair due."""
+
+    outcomes: dict[str, Outcome] = field(default_factory=dict[str, Outcome])
+    next_group: int = 0
+    """A policy names new groups g<next_group> and above; numbers are not used twice."""
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            self.free = set(range(len(self.cluster))) - self.down
+
+    @property
+    def up_gpus(self) -> int:
+        return len(self.cluster) - len(self.down)
+
+    def runnable(self) -> list[JobState]:
+        """Those that count, in order of arrival: all that run, and waiting ones up to the limit."""
+        jobs = list(self.jobs.values())
+        if self.max_runnable is None or len(jobs) <= self.max_runnable:
+            return jobs
+        room = self.max_runnable - sum(job.group is not None for job in jobs)
+        kept: list[JobState] = []
+        for job in jobs:
+            if job.group is not None:
+                kept.append(job)
+            elif room > 0:
+                kept.append(job)
+                room -= 1
+        return kept
+
+    def waiting(self) -> list[JobState]:
+        """Those of the runnable jobs that have no group."""
+        return [job for job in self.runnable() if job.group is None]
+
+    def advance(
+        self, now: float, progress: Mapping[str, float], fair_gpus: Mapping[str, float]
+    ) -> None:
+        """To `now`, with the steps that running jobs have made, and what each was due since."""
+        seconds = now - self.now
+        assert seconds >= 0, f"time went back from {self.now} to {now}"
+        for name, steps in progress.items():
+            if name in self.jobs:
+                self.jobs[name].steps_done = steps
+        if seconds:
+            for name, job in self.jobs.items():
+                gpus = fair_gpus.get(name, 0.0)
+                job.fair_s += seconds * gpus / job.request.gpus
+                tenant = job.request.tenant
+                self.due[tenant] = self.due.get(tenant, 0.0) + seconds * gpus
+                if job.group is None:
+                    job.waited_s += seconds
+            for group in self.groups.values():
+                weights = sum(group.jobs.values())
+                for name, weight in group.jobs.items():
+                    tenant = self.jobs[name].request.tenant
+                    held = seconds * len(group.gpus) * weight / weights
+                    self.served[tenant] = self.served.get(tenant, 0.0) + held
+        self.now = now
+
+    def happen(self, event: Event) -> None:
+        match event:
+            case Arrival(request=request):
+                known = request.name in self.jobs or request.name in self.outcomes
+                assert not known, f"job '{request.name}' arrived twice"
+                self.jobs[request.name] = JobState(request, since_s=self.now)
+            case Completion(job=name):
+                self._end(name, "completed")
+            case EarlyExit(job=name):
+                self._end(name, "exited")
+            case JobFailure(job=name):
+                self._end(name, "failed")
+            case GpuFailure(gpus=gpus):
+                self.down |= set(gpus)
+                hit = [each for each in self.groups.values() if self.down & set(each.gpus)]
+                for group in hit:
+                    for name in list(group.jobs):
+                        self._take_out(self.jobs[name])
+                self.free -= self.down
+            case GpuRepair(gpus=gpus):
+                self.free |= set(gpus) & self.down
+                self.down -= set(gpus)
+                for gpu in gpus:
+                    self.speed.pop(gpu, None)
+            case Straggler(gpu=gpu, speed=speed):
+                self.speed[gpu] = speed
+                if speed == 1:
+                    del self.speed[gpu]
+            case SlowdownBreach() | Tick():
+                pass
+
+    def apply(self, decision: Decision) -> None:
+        """Raises AssertionError for what no policy may decide: a GPU booked twice, a job in two
+        groups, a base that differs."""
+        match decision:
+            case Start():
+                assert decision.group not in self.groups, f"{decision.group} is there already"
+                assert decision.jobs, f"{decision.group} has no jobs"
+                self._book(decision.group, (), decision.gpus, decision.plan)
+                self.groups[decision.group] = GroupState(
+                    decision.group,
+                    decision.base,
+                    decision.gpus,
+                    decision.plan,
+                    {},
+                    self.now,
+                    self.now,
+                )
+                for name, weight in zip(decision.jobs, decision.weights, strict=True):
+                    self._put_in(name, decision.group, weight)
+                if decision.group[1:].isdecimal():
+                    self.next_group = max(self.next_group, int(decision.group[1:]) + 1)
+            case Join():
+                self._put_in(decision.job, decision.group, decision.weight)
+            case Move():
+                job = self.jobs[decision.job]
+                assert job.group == decision.source, f"{job.name} is not in {decision.source}"
+                self._take_out(job)
+                job.moves += 1
+                self._put_in(decision.job, decision.target, decision.weight)
+            case Pause():
+                job = self.jobs[decision.job]
+                assert job.group == decision.group, f"{job.name} is not in {decision.group}"
+                self._take_out(job)
+                job.moves += 1
+            case Resize():
+                group = self.groups[decision.group]
+                self._book(group.name, group.gpus, decision.gpus, decision.plan)
+                group.gpus, group.plan, group.changed_s = decision.gpus, decision.plan, self.now
+                group.jobs = dict(zip(group.jobs, decision.weights, strict=True))
+            case Refuse():
+                assert self.jobs[decision.job].group is None, f"{decision.job} is running"
+                self._end(decision.job, "refused")
+
+    def check(self) -> None:
+        """Raises AssertionError where the books do not agree."""
+        seen: set[int] = set()
+        for group in self.groups.values():
+            assert group.jobs, f"{group.name} has no jobs"
+            assert not seen & set(group.gpus), f"{group.name} shares a GPU"
+            seen |= set(group.gpus)
+            for name in group.jobs:
+                assert self.jobs[name].group == group.name, f"{name} is not in {group.name}"
+        assert not seen & self.down, "a group holds a GPU that is down"
+        everything = set(range(len(self.cluster)))
+        assert self.free == everything - seen - self.down, "free GPUs are miscounted"
+        for job in self.jobs.values():
+            assert job.group is None or job.name in self.groups[job.group].jobs
+
+    def _book(self, group: str, old: Iterable[int], new: tuple[int, ...], plan: Plan) -> None:
+        assert len(set(new)) == len(new) == plan.gpus, f"{group}: {len(new)} GPUs for {plan}"
+        free = self.free | set(old)
+        taken = set(new) - free
+        assert not taken, f"{group}: GPUs {sorted(taken)} are not free"
+        self.free = free - set(new)
+
+    def _put_in(self, name: str, group_name: str, weight: float) -> None:
+        job, group = self.jobs[name], self.groups[group_name]
+        assert job.group is None, f"{name} is in {job.group} already"
+        assert job.request.base == group.base, f"{name} has another base than {group_name}"
+        assert weight > 0, f"{name} has no weight"
+        job.group, job.since_s = group_name, self.now
+        group.jobs[name] = weight
+        group.changed_s = self.now
+
+    def _take_out(self, job: JobState) -> None:
+        if job.group is None:
+            return
+        group = self.groups[job.group]
+        del group.jobs[job.name]
+        job.group, job.since_s = None, self.now
+        group.changed_s = self.now
+        if not group.jobs:
+            self.free |= set(group.gpus) - self.down
+            del self.groups[group.name]
+
+    def _end(self, name: str, outcome: Outcome) -> None:
+        self._take_out(self.jobs[name])
+        del self.jobs[name]
+        self.outcomes[name] = outcome

@@ -1,0 +1,438 @@
+"""What a policy asks: the speed, the memory and the slowdowns of a group under a plan, what merging
+gains, what moving costs.
+
+The model is that of predict.py, carried to several replicas and written for many calls: what
+depends on one job alone is worked out once (`JobFigures`), and a prediction is a few sums over the
+group's jobs. Replicas take turns of whole sequences: in a round, each job's share is dealt to the
+replicas, the fullest of them sets the time, and jobs whose batch is through sum their gradients.
+
+One unit runs through it: *GPUs' worth*. A job that runs at its solo rate is worth the GPUs it
+brings, at half that rate half of them. The worth of a group is the sum over its jobs: how many GPUs
+would be needed to do its work with every job alone. It compares jobs of different bases and sizes.
+"""
+
+import hashlib
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+from typing import Literal, NamedTuple
+
+from tlora.core.cluster import Cluster, Link, Tier
+from tlora.core.errors import SpecError
+from tlora.core.plan import Plan
+from tlora.core.request import JobRequest
+from tlora.costs.memory import BYTES_PER_ADAPTER_PARAMETER
+from tlora.costs.predict import adapter_parameters, rows_of
+from tlora.costs.profile import Profile
+
+Kernel = Literal["fused", "unfused"]
+
+MEMORY_MARGIN = 0.05
+"""Of the device, kept free: the memory model is a fit."""
+
+UNFUSED_ROWS = 0.51 * 8192 / 8
+"""What one more adapter costs in a loop over adapters, in rows of the saturated backbone: eight of
+them added 51 % to the frozen linears of 8,192 rows (H200, 8B, rank 16, eager)."""
+
+BUCKET_HALVINGS = 4
+"""Plans may have the profile's budget of tokens, or that halved so many times."""
+
+
+@dataclass(slots=True)
+class JobFigures:
+    """What a prediction needs of one job."""
+
+    batch_tokens: float
+    mean_length: float
+    longest: int
+    parameters: float
+    latent: float
+    """Of the predictor's error: see `Costs.error`."""
+
+    whole: "RoundWork"
+    """A round with its whole batch."""
+
+    solo_plan: Plan
+    """A replica for every GPU it brings that a sequence can be found for, and the bucket that is
+    fastest."""
+
+    solo_step_s: float
+    """Seconds per step under that plan."""
+
+    @property
+    def solo_tokens_per_s(self) -> float:
+        return self.batch_tokens / self.solo_step_s
+
+
+class RoundWork(NamedTuple):
+    """What a round holds, summed over its jobs. Of whole batches it is a sum of what each job has
+    (`JobFigures.whole`), so groups are merged by adding."""
+
+    tokens: float
+    squares: float
+    lora_s: float
+    sequences: float
+    steps: float
+    step_s: float
+    parameters: float
+    """Of the jobs that step, each as often as it does."""
+
+    def plus(self, other: "RoundWork") -> "RoundWork":
+        return RoundWork(
+            self.tokens + other.tokens,
+            self.squares + other.squares,
+            self.lora_s + other.lora_s,
+            self.sequences + other.sequences,
+            self.steps + other.steps,
+            self.step_s + other.step_s,
+            self.parameters + other.parameters,
+        )
+
+    def times(self, part: float) -> "RoundWork":
+        return RoundWork(*(each * part for each in self))
+
+
+NO_WORK = RoundWork(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPrediction:
+    """Of jobs trained together under a plan, in the order asked for."""
+
+    round_s: float
+    """A nano-batch on every replica, and the steps that follow."""
+
+    tokens: tuple[float, ...]
+    """Of each job in a round."""
+
+    steps_per_s: tuple[float, ...]
+    memory_bytes: float | None
+    """On the fullest GPU, at the peak; None where the profile has no measured memory."""
+
+    fits: bool
+    """With the margin; True where memory is not known."""
+
+    worth: float
+    """GPUs' worth."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(self.tokens) / self.round_s
+
+
+class BaseCosts:
+    """A profile's figures, as a round needs them."""
+
+    def __init__(self, profile: Profile, usable_bytes: float | None) -> None:
+        self.profile = profile
+        self.time = profile.time
+        self.pass_s = profile.steps.pass_s
+        self.buckets = sorted(
+            {max(1, profile.budget_tokens >> halving) for halving in range(BUCKET_HALVINGS + 1)}
+        )
+        """The budgets that plans may have."""
+
+        self._rows = {
+            bucket: sorted(size * bucket / profile.budget_tokens for size in profile.buckets)
+            for bucket in self.buckets
+        }
+        self._usable_bytes = usable_bytes
+        at_nothing = profile.memory.bytes(rows=0.0, adapter_parameters=0.0)
+        self._knows_memory = at_nothing is not None
+        self._constant_bytes = at_nothing or 0.0
+        self._row_bytes = profile.memory.row_bytes or 0.0
+
+    def rows(self, tokens: float, bucket: int) -> float:
+        """With the padding up to a size of this budget; as `rows_of`, but faster."""
+        sizes = self._rows.get(bucket)
+        # The shares' sum is off by rounding.
+        tokens *= 1 - 1e-9
+        if sizes is None or tokens > bucket:
+            return rows_of(self.profile, tokens, bucket)
+        place = bisect_left(sizes, tokens)
+        return sizes[place] if place < len(sizes) else float(bucket)
+
+    def bucket_for(self, tokens: float) -> int | None:
+        """The smallest that holds so many tokens."""
+        place = bisect_left(self.buckets, tokens * (1 - 1e-9))
+        return self.buckets[place] if place < len(self.buckets) else None
+
+    def round_s(
+        self,
+        work: RoundWork,
+        segments: float,
+        bucket: int,
+        replicas: int,
+        link: Link | None,
+    ) -> tuple[float, float]:
+        """Seconds of a round, and the rows of its fullest replica. `segments` are those in the
+        fullest replica."""
+        part = fullest_part(work.sequences, replicas)
+        rows = self.rows(work.tokens * part, bucket)
+        time = self.time
+        busy = time.row_s * rows + (time.square_s * work.squares + work.lora_s) * part
+        seconds = time.fixed_s + time.segment_s * segments
+        seconds += smooth_max(time.flat_s, busy, time.sharpness)
+        passes = min(1.0, work.steps)
+        seconds += passes * self.pass_s + work.step_s
+        if replicas > 1 and link is not None:
+            ring = 2 * (replicas - 1) / replicas
+            seconds += passes * link.latency_s + ring * 4 * work.parameters / link.bytes_per_s
+        return seconds, rows
+
+    def memory_bytes(self, *, rows: float, longest: int, bucket: int, parameters: float) -> float:
+        """At the peak, on the fullest GPU; 0 where it is not known."""
+        if not self._knows_memory:
+            return 0.0
+        if longest > rows:
+            rows = self.rows(float(longest), bucket)
+        adapters = BYTES_PER_ADAPTER_PARAMETER * parameters
+        return self._constant_bytes + self._row_bytes * rows + adapters
+
+    def fits(self, memory_bytes: float) -> bool:
+        return self._usable_bytes is None or memory_bytes <= self._usable_bytes
+
+
+class Costs:
+    """Predictions from the profiles of a cluster's GPUs, one for each base."""
+
+    def __init__(
+        self,
+        profiles: Mapping[str, Profile],
+        cluster: Cluster,
+        *,
+        kernel: Kernel = "fused",
+        margin: float = MEMORY_MARGIN,
+        error: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        """With an `error` of 0.1, predicted seconds are off by a factor exp(0.1 z), z standard
+        normal: drawn per job from seed and name, and for a group the sum of its jobs' draws / the
+        root of their number. So a predictor is wrong in the same way every time it is asked."""
+        self.cluster = cluster
+        self.error = error
+        self.seed = seed
+        self._bases = {
+            base: BaseCosts(_with_kernel(each, kernel), _usable_bytes(each, cluster, margin))
+            for base, each in profiles.items()
+        }
+        self._figures: dict[str, JobFigures] = {}
+        self._links: dict[tuple[int, ...], Link | None] = {}
+
+    def link(self, gpus: tuple[int, ...]) -> Link | None:
+        """Between these; None within one GPU."""
+        if gpus not in self._links:
+            self._links[gpus] = self.cluster.link(self.cluster.tier(gpus))
+        return self._links[gpus]
+
+    def base(self, name: str) -> BaseCosts:
+        if name not in self._bases:
+            known = ", ".join(self._bases) or "none"
+            raise SpecError(f"no profile for base '{name}'; there is {known}", field="base")
+        return self._bases[name]
+
+    def profile(self, base: str) -> Profile:
+        return self.base(base).profile
+
+    def figures(self, request: JobRequest) -> JobFigures:
+        """Kept by the job's name: a request never changes."""
+        found = self._figures.get(request.name)
+        if found is None:
+            found = self._new_figures(request)
+            self._figures[request.name] = found
+        return found
+
+    def forget(self, job: str) -> None:
+        """A job that is done."""
+        self._figures.pop(job, None)
+
+    def solo(self, request: JobRequest) -> GroupPrediction:
+        """Alone on the GPUs it brings, next to each other."""
+        plan = self.figures(request).solo_plan
+        return self.predict([request], [1.0], plan, narrowest(self.cluster, plan.gpus))
+
+    def predict(
+        self,
+        requests: Sequence[JobRequest],
+        weights: Sequence[float],
+        plan: Plan,
+        tier: Tier,
+        *,
+        speed: float = 1.0,
+    ) -> GroupPrediction:
+        """`tier` is how far apart the plan's GPUs lie, `speed` that of the slowest of them."""
+        if not plan.is_replicated_only:
+            raise SpecError(f"only replicas are priced, not {plan}", field="plan")
+        base = self.base(requests[0].base)
+        figures = [self.figures(request) for request in requests]
+        shares = shared_tokens(
+            [each.batch_tokens for each in figures], weights, plan.bucket * plan.replicas
+        )
+        work = NO_WORK
+        for tokens, each in zip(shares, figures, strict=True):
+            work = work.plus(each.whole.times(tokens / each.batch_tokens))
+        segments = segments_of(work, shares, figures, plan.replicas)
+        link = self.cluster.link(tier)
+        seconds, rows = base.round_s(work, segments, plan.bucket, plan.replicas, link)
+        seconds *= self.mistake(sum(each.latent for each in figures), len(figures)) / speed
+        steps_per_s = tuple(
+            tokens / each.batch_tokens / seconds
+            for tokens, each in zip(shares, figures, strict=True)
+        )
+        memory = base.memory_bytes(
+            rows=rows,
+            longest=max(each.longest for each in figures),
+            bucket=plan.bucket,
+            parameters=sum(each.parameters for each in figures),
+        )
+        return GroupPrediction(
+            round_s=seconds,
+            tokens=tuple(shares),
+            steps_per_s=steps_per_s,
+            memory_bytes=memory or None,
+            fits=base.fits(memory),
+            worth=sum(
+                request.gpus * rate * each.solo_step_s
+                for request, rate, each in zip(requests, steps_per_s, figures, strict=True)
+            ),
+        )
+
+    def mistake(self, latents: float, jobs: int) -> float:
+        """The factor by which predicted seconds of a group are off."""
+        return math.exp(self.error * latents / math.sqrt(jobs)) if self.error else 1.0
+
+    def start_s(self, base: str) -> float:
+        """Of a new group: load the base, attach, warm up."""
+        profile = self.profile(base)
+        return (profile.load_s or 0.0) + profile.attach_s + profile.warmup_s
+
+    def join_s(self, base: str) -> float:
+        """An attach to a live group; the group stands still meanwhile."""
+        return self.profile(base).attach_s
+
+    def leave_s(self, base: str) -> float:
+        """A detach; the group stands still meanwhile."""
+        return self.profile(base).detach_s
+
+    def move_s(self, base: str) -> float:
+        """Of a job from a live group to another."""
+        return self.leave_s(base) + self.join_s(base)
+
+    def resize_s(self, base: str, *, grows: bool) -> float:
+        """New replicas load and warm up while the others go on, and then take part: the group
+        stands still for an attach. Fewer replicas, another bucket or other weights cost nothing."""
+        return self.profile(base).attach_s if grows else 0.0
+
+    def _new_figures(self, request: JobRequest) -> JobFigures:
+        base, load = self.base(request.base), request.load
+        profile = base.profile
+        parameters = adapter_parameters(profile, load)
+        step_s = profile.steps.job_s + profile.steps.parameter_s * parameters
+        tokens = load.batch_tokens
+        lora_s = load.coverage * (profile.time.lora_s + profile.time.rank_s * load.rank)
+        latent = _normal(self.seed, request.name)
+        whole = RoundWork(
+            tokens=tokens,
+            squares=tokens * load.squares_per_token,
+            lora_s=tokens * lora_s,
+            sequences=float(load.batch_size),
+            steps=1.0,
+            step_s=step_s,
+            parameters=parameters,
+        )
+        replicas = min(request.gpus, load.batch_size)
+        link = self.cluster.link(narrowest(self.cluster, replicas))
+        found: list[tuple[float, int]] = []
+        for bucket in base.buckets:
+            part = min(1.0, bucket * replicas / tokens)
+            seconds, _ = base.round_s(whole.times(part), 1.0, bucket, replicas, link)
+            found.append((seconds / part, bucket))
+        seconds, bucket = min(found)
+        return JobFigures(
+            batch_tokens=tokens,
+            mean_length=load.mean_length,
+            longest=max(load.lengths),
+            parameters=parameters,
+            latent=latent,
+            whole=whole,
+            solo_plan=Plan(replicas=replicas, bucket=bucket),
+            solo_step_s=seconds * self.mistake(latent, 1),
+        )
+
+
+def fullest_part(sequences: float, replicas: int) -> float:
+    """Of so many sequences, the part that the fullest replica takes: sequences are whole."""
+    if replicas == 1:
+        return 1.0
+    return math.ceil(sequences / replicas - 1e-9) / sequences
+
+
+def segments_of(
+    work: RoundWork, shares: Sequence[float], figures: Sequence[JobFigures], replicas: int
+) -> float:
+    """In the fullest replica, on average."""
+    if replicas == 1:
+        return float(len(figures))
+    part = fullest_part(work.sequences, replicas)
+    return sum(
+        min(1.0, tokens / each.mean_length * part)
+        for tokens, each in zip(shares, figures, strict=True)
+    )
+
+
+def shared_tokens(
+    batch_tokens: Sequence[float], weights: Sequence[float], capacity: float
+) -> list[float]:
+    """Of each job in a round: by weight, at most its batch; what one cannot use goes to the
+    others."""
+    if sum(batch_tokens) <= capacity:
+        return list(batch_tokens)
+    shares = [0.0] * len(batch_tokens)
+    # Those whose batch is small for their weight run out first.
+    order = sorted(range(len(batch_tokens)), key=lambda i: batch_tokens[i] / weights[i])
+    left, heavy = capacity, sum(weights)
+    for i in order:
+        shares[i] = min(batch_tokens[i], left * weights[i] / heavy)
+        left -= shares[i]
+        heavy -= weights[i]
+    return shares
+
+
+def smooth_max(one: float, other: float, sharpness: float) -> float:
+    large, small = (one, other) if one > other else (other, one)
+    if small <= 0:
+        return large
+    return large * (1 + (small / large) ** sharpness) ** (1 / sharpness)
+
+
+def _with_kernel(profile: Profile, kernel: Kernel) -> Profile:
+    if kernel == "fused":
+        return profile
+    loop_s = UNFUSED_ROWS * profile.time.row_s
+    return replace(profile, time=replace(profile.time, segment_s=profile.time.segment_s + loop_s))
+
+
+def narrowest(cluster: Cluster, gpus: int) -> Tier:
+    """For so many GPUs of an empty cluster."""
+    if gpus == 1:
+        return Tier.GPU
+    if gpus <= max(len(node.gpus) for node in cluster.nodes):
+        return Tier.NODE
+    sizes = {node.number: len(node.gpus) for node in cluster.nodes}
+    racks = max(sum(sizes[node] for node in rack.nodes) for rack in cluster.racks)
+    return Tier.RACK if gpus <= racks else Tier.CLUSTER
+
+
+def _usable_bytes(profile: Profile, cluster: Cluster, margin: float) -> float | None:
+    found = [profile.memory.usable_bytes, cluster.memory_bytes(range(len(cluster)))]
+    known = [each for each in found if each is not None]
+    return min(known) * (1 - margin) if known else None
+
+
+def _normal(seed: int, name: str) -> float:
+    """Standard normal, from these alone."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    uniform = (int.from_bytes(digest) + 0.5) / 2**64
+    return NormalDist().inv_cdf(uniform)

@@ -1,0 +1,46 @@
+"""What every job is due: its fair GPUs.
+
+The cluster's GPUs are dealt to the tenants by their shares, and each tenant's to its jobs by their
+priorities; nobody gets more than it asks for, and what one leaves goes to the others. With n equal
+jobs for one GPU each is due 1/n of it; where GPUs abound, each is due those it brings.
+"""
+
+from collections.abc import Sequence
+
+from tlora.core.state import JobState, State
+
+
+def fair_gpus(state: State) -> dict[str, float]:
+    """Of every runnable job, by name; at most the GPUs it brings."""
+    jobs = state.runnable()
+    if sum(job.request.gpus for job in jobs) <= state.up_gpus:
+        return {job.name: float(job.request.gpus) for job in jobs}
+    tenants: dict[str, list[JobState]] = {}
+    for job in jobs:
+        tenants.setdefault(job.request.tenant, []).append(job)
+    due = dealt(
+        float(state.up_gpus),
+        [float(sum(job.request.gpus for job in each)) for each in tenants.values()],
+        [state.shares.get(tenant, 1.0) for tenant in tenants],
+    )
+    result: dict[str, float] = {}
+    for gpus, each in zip(due, tenants.values(), strict=True):
+        parts = dealt(
+            gpus,
+            [float(job.request.gpus) for job in each],
+            [job.request.priority for job in each],
+        )
+        result.update({job.name: part for job, part in zip(each, parts, strict=True)})
+    return result
+
+
+def dealt(amount: float, wanted: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """By weight, nobody more than wanted; what one leaves goes to the others."""
+    order = sorted(range(len(wanted)), key=lambda i: wanted[i] / weights[i])
+    heavy = sum(weights)
+    result = [0.0] * len(wanted)
+    for i in order:
+        result[i] = min(wanted[i], amount * weights[i] / heavy)
+        amount -= result[i]
+        heavy -= weights[i]
+    return result

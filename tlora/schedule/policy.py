@@ -1,0 +1,21 @@
+"""What a policy is."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from tlora.core.decision import Decision
+from tlora.core.event import Event
+from tlora.core.state import State
+
+
+class Policy(Protocol):
+    """A pure function of its arguments: it may keep what it worked out, but the same state and
+    events must give the same decisions whatever it was asked before."""
+
+    name: str
+
+    def decide(self, state: State, events: Sequence[Event]) -> list[Decision]:
+        """What to do now. Does not change the state. `events` are those since the last call, and
+        are in the state already. Decisions are applied in order and must each be possible when
+        their turn comes (`State.apply` raises if not)."""
+        ...

@@ -1,0 +1,247 @@
+"""An executor whose groups advance as the cost model says.
+
+Between changes every job of a group makes steps at a constant rate, so only changes are computed:
+a group remembers when and where it last changed, and one heap knows who completes next. Moving
+jobs costs what the profile measured: a joining or leaving job stops its whole group for that long.
+"""
+
+import heapq
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tlora.core.clock import ManualClock
+from tlora.core.decision import Decision, Join, Move, Pause, Refuse, Resize, Start
+from tlora.core.event import (
+    Arrival,
+    Completion,
+    EarlyExit,
+    Event,
+    GpuFailure,
+    GpuRepair,
+    Straggler,
+)
+from tlora.core.plan import Plan
+from tlora.core.request import JobRequest
+from tlora.costs.groups import Costs
+
+NEARLY = 1e-6
+"""Of a step: what rounding may leave of a job that is through."""
+
+
+@dataclass(slots=True)
+class _Group:
+    gpus: tuple[int, ...]
+    plan: Plan
+    jobs: dict[str, float]
+    """Name -> weight."""
+
+    since: float
+    """`steps` are those of this time."""
+
+    stalled_until: float
+    rates: dict[str, float] = field(default_factory=dict[str, float])
+    """Steps per second, once it is not stalled."""
+
+    version: int = 0
+    """Counts changes, so that what the heap holds of an older one is passed over."""
+
+
+class SimulatedExecutor:
+    """`costs` are the truth here; a policy may be given others."""
+
+    def __init__(
+        self,
+        *,
+        clock: ManualClock,
+        costs: Costs,
+        arrivals: Iterable[JobRequest],
+        world: Sequence[Event] = (),
+        exits: Mapping[str, tuple[float, str]] | None = None,
+    ) -> None:
+        """`world`: failures, repairs and stragglers, known here in advance. `exits`: job -> the
+        step at which it will end early, and why."""
+        self.clock = clock
+        self.costs = costs
+        self._exits = dict(exits or {})
+        coming: list[Event] = [Arrival(each.arrival_s, each) for each in arrivals]
+        coming += world
+        # Sorting is stable: what happens at the same time keeps its order.
+        self._coming = sorted(coming, key=lambda event: event.time)
+        self._next = 0
+        self._requests: dict[str, JobRequest] = {}
+        self._steps: dict[str, float] = {}
+        self._groups: dict[str, _Group] = {}
+        self._group_of: dict[str, str] = {}
+        self._speed: dict[int, float] = {}
+        self._ends: list[tuple[float, int, str, str, int]] = []
+        self._count = itertools.count()
+        self._lost: set[str] = set()
+
+    @property
+    def idle(self) -> bool:
+        return not self._groups and self._next == len(self._coming)
+
+    def wait(self, until: float) -> Sequence[Event]:
+        self._lost.clear()
+        end = self._next_end()
+        coming = self._coming[self._next].time if self._next < len(self._coming) else None
+        times = [each for each in (end, coming) if each is not None]
+        if not times or min(times) > until:
+            self.clock.move_to(until)
+            return ()
+        now = max(min(times), self.clock.now())
+        self.clock.move_to(now)
+        events: list[Event] = []
+        while (end := self._next_end()) is not None and end <= now:
+            _, _, job, _, _ = heapq.heappop(self._ends)
+            events.append(self._ended(job))
+        while self._next < len(self._coming) and self._coming[self._next].time <= now:
+            event = self._coming[self._next]
+            self._next += 1
+            self._happen(event)
+            events.append(event)
+        return events
+
+    def progress(self) -> dict[str, float]:
+        for group in self._groups.values():
+            self._catch_up(group)
+        return {job: self._steps[job] for job in [*self._group_of, *self._lost]}
+
+    def apply(self, decision: Decision) -> None:
+        now = self.clock.now()
+        match decision:
+            case Start():
+                ready = now + self.costs.start_s(decision.base)
+                group = _Group(decision.gpus, decision.plan, {}, now, ready)
+                self._groups[decision.group] = group
+                for job, weight in zip(decision.jobs, decision.weights, strict=True):
+                    group.jobs[job] = weight
+                    self._group_of[job] = decision.group
+                self._changed(decision.group)
+            case Join():
+                self._attach(decision.job, decision.group, decision.weight)
+            case Move():
+                self._detach(decision.job)
+                self._attach(decision.job, decision.target, decision.weight)
+            case Pause():
+                self._detach(decision.job)
+            case Resize():
+                group = self._groups[decision.group]
+                self._catch_up(group)
+                grows = bool(set(decision.gpus) - set(group.gpus))
+                base = self._requests[next(iter(group.jobs))].base
+                self._stall(group, self.costs.resize_s(base, grows=grows))
+                group.gpus, group.plan = decision.gpus, decision.plan
+                group.jobs = dict(zip(group.jobs, decision.weights, strict=True))
+                self._changed(decision.group)
+            case Refuse():
+                self._forget(decision.job)
+
+    def close(self) -> None:
+        pass
+
+    def _happen(self, event: Event) -> None:
+        match event:
+            case Arrival(request=request):
+                self._requests[request.name] = request
+                self._steps[request.name] = 0.0
+            case GpuFailure(gpus=gpus):
+                for name in [n for n, each in self._groups.items() if set(gpus) & set(each.gpus)]:
+                    self._catch_up(self._groups[name])
+                    for job in self._groups.pop(name).jobs:
+                        # What is lost since the last checkpoint is less than a batch.
+                        self._steps[job] = float(int(self._steps[job] + NEARLY))
+                        del self._group_of[job]
+                        self._lost.add(job)
+            case GpuRepair(gpus=gpus):
+                for gpu in gpus:
+                    self._set_speed(gpu, 1.0)
+            case Straggler(gpu=gpu, speed=speed):
+                self._set_speed(gpu, speed)
+            case _:
+                pass
+
+    def _set_speed(self, gpu: int, speed: float) -> None:
+        self._speed[gpu] = speed
+        for name, group in self._groups.items():
+            if gpu in group.gpus:
+                self._catch_up(group)
+                self._changed(name)
+
+    def _ended(self, job: str) -> Event:
+        now = self.clock.now()
+        early = self._exits.get(job)
+        self._detach(job)
+        self._forget(job)
+        return EarlyExit(now, job, early[1]) if early else Completion(now, job)
+
+    def _forget(self, job: str) -> None:
+        for each in (self._requests, self._steps, self._exits):
+            each.pop(job, None)
+        self.costs.forget(job)
+
+    def _attach(self, job: str, name: str, weight: float) -> None:
+        group = self._groups[name]
+        self._catch_up(group)
+        self._stall(group, self.costs.join_s(self._requests[job].base))
+        group.jobs[job] = weight
+        self._group_of[job] = name
+        self._changed(name)
+
+    def _detach(self, job: str) -> None:
+        name = self._group_of.pop(job)
+        group = self._groups[name]
+        self._catch_up(group)
+        del group.jobs[job]
+        if not group.jobs:
+            del self._groups[name]
+            return
+        self._stall(group, self.costs.leave_s(self._requests[job].base))
+        self._changed(name)
+
+    def _stall(self, group: _Group, seconds: float) -> None:
+        group.stalled_until = max(group.stalled_until, self.clock.now()) + seconds
+
+    def _catch_up(self, group: _Group) -> None:
+        """Brings the steps of its jobs up to now."""
+        now = self.clock.now()
+        seconds = now - max(group.since, group.stalled_until)
+        if seconds > 0:
+            for job, rate in group.rates.items():
+                if job in group.jobs:
+                    self._steps[job] += rate * seconds
+        group.since = now
+
+    def _changed(self, name: str) -> None:
+        """New rates, and when the first of its jobs will be through."""
+        group = self._groups[name]
+        group.version += 1
+        requests = [self._requests[job] for job in group.jobs]
+        found = self.costs.predict(
+            requests,
+            list(group.jobs.values()),
+            group.plan,
+            self.costs.cluster.tier(group.gpus),
+            speed=min(self._speed.get(gpu, 1.0) for gpu in group.gpus),
+        )
+        group.rates = dict(zip(group.jobs, found.steps_per_s, strict=True))
+        start = max(group.since, group.stalled_until)
+        at, job = min(
+            (start + max(0.0, self._last_step(job) - self._steps[job]) / rate, job)
+            for job, rate in group.rates.items()
+        )
+        heapq.heappush(self._ends, (at, next(self._count), job, name, group.version))
+
+    def _last_step(self, job: str) -> float:
+        total = float(self._requests[job].total_steps)
+        return min(total, self._exits[job][0]) if job in self._exits else total
+
+    def _next_end(self) -> float | None:
+        while self._ends:
+            at, _, _, name, version = self._ends[0]
+            group = self._groups.get(name)
+            if group is not None and group.version == version:
+                return at
+            heapq.heappop(self._ends)
+        return None

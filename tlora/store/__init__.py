@@ -1,0 +1,1 @@
+"""What remembers: turns of the control loop, in memory or on disk."""
