@@ -13,7 +13,7 @@ def test_known_parts_come_back_from_peaks() -> None:
     """A nano-batch of any size is then predicted; a twin of 1 % is refused."""
     points = [MemoryPoint(rows, 700 + 3 * rows, heldout=False) for rows in (512, 1024, 4096)]
     found = fit_memory(points, **COUNTED)
-    expected = 1000 + 16 * 50 + 700 + 3 * 2048
+    expected = 1000 + 18 * 50 + 700 + 3 * 2048
     assert found.bytes(rows=2048, adapter_parameters=50) == pytest.approx(expected)
     assert found.reserve_bytes == pytest.approx(0, abs=1e-6)
     assert found.row_bytes is not None

@@ -14,8 +14,9 @@ import numpy as np
 
 from tlora.costs.fit import non_negative_least_squares
 
-BYTES_PER_ADAPTER_PARAMETER = 16
-"""A float32 weight, its gradient and two moments."""
+BYTES_PER_ADAPTER_PARAMETER = 18
+"""A float32 weight, its gradient and two moments; and the copy in half precision that kernels read,
+which a CPU does not have: there it is an eighth too much."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
