@@ -68,7 +68,7 @@ def test_a_job_that_fits_nowhere_is_refused_with_the_figure() -> None:
     """And the others run."""
     found = decided(1, request("huge", rank=4096), request("a"))
     assert [str(each) for each in found if each.kind == "refuse"] == [
-        "huge is refused: alone it would take 176.1 GiB of a GPU; bound by memory"
+        "huge is refused: alone it would take 196.0 GiB of a GPU; bound by memory"
     ]
     assert groups(found) == {frozenset("a")}
 
