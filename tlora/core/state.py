@@ -105,7 +105,7 @@ class State:
 
     outcomes: dict[str, Outcome] = field(default_factory=dict[str, Outcome])
     next_group: int = 0
-    """A policy names new groups g<next_group>, g<next_group + 1>, ..."""
+    """A policy names new groups g<next_group> and above; numbers are not used twice."""
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -209,8 +209,8 @@ class State:
                 )
                 for name, weight in zip(decision.jobs, decision.weights, strict=True):
                     self._put_in(name, decision.group, weight)
-                if decision.group == f"g{self.next_group}":
-                    self.next_group += 1
+                if decision.group[1:].isdecimal():
+                    self.next_group = max(self.next_group, int(decision.group[1:]) + 1)
             case Join():
                 self._put_in(decision.job, decision.group, decision.weight)
             case Move():

@@ -13,15 +13,14 @@ would be needed to do its work with every job alone. It compares jobs of differe
 
 import hashlib
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from statistics import NormalDist
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tlora.core.cluster import Cluster, Link, Tier
 from tlora.core.errors import SpecError
-from tlora.core.load import JobLoad
 from tlora.core.plan import Plan
 from tlora.core.request import JobRequest
 from tlora.costs.predict import adapter_parameters, rows_of
@@ -47,24 +46,54 @@ class JobFigures:
     batch_tokens: float
     mean_length: float
     longest: int
-    squares_per_token: float
-    lora_s: float
-    """Per token."""
-
     parameters: float
-    step_s: float
-    """The optimiser's, per step of this job."""
-
     latent: float
     """Of the predictor's error: see `Costs.error`."""
 
+    whole: "RoundWork"
+    """A round with its whole batch."""
+
     solo_plan: Plan
-    solo_step_s: float = 0.0
-    """Seconds per step alone on the GPUs it brings; 0 until it is known."""
+    """A replica for every GPU it brings that a sequence can be found for, and the bucket that is
+    fastest."""
+
+    solo_step_s: float
+    """Seconds per step under that plan."""
 
     @property
     def solo_tokens_per_s(self) -> float:
         return self.batch_tokens / self.solo_step_s
+
+
+class RoundWork(NamedTuple):
+    """What a round holds, summed over its jobs. Of whole batches it is a sum of what each job has
+    (`JobFigures.whole`), so groups are merged by adding."""
+
+    tokens: float
+    squares: float
+    lora_s: float
+    sequences: float
+    steps: float
+    step_s: float
+    parameters: float
+    """Of the jobs that step, each as often as it does."""
+
+    def plus(self, other: "RoundWork") -> "RoundWork":
+        return RoundWork(
+            self.tokens + other.tokens,
+            self.squares + other.squares,
+            self.lora_s + other.lora_s,
+            self.sequences + other.sequences,
+            self.steps + other.steps,
+            self.step_s + other.step_s,
+            self.parameters + other.parameters,
+        )
+
+    def times(self, part: float) -> "RoundWork":
+        return RoundWork(*(each * part for each in self))
+
+
+NO_WORK = RoundWork(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +121,71 @@ class GroupPrediction:
         return sum(self.tokens) / self.round_s
 
 
+class BaseCosts:
+    """A profile's figures, as a round needs them."""
+
+    def __init__(self, profile: Profile, usable_bytes: float | None) -> None:
+        self.profile = profile
+        self.time = profile.time
+        self.pass_s = profile.steps.pass_s
+        self.buckets = sorted(
+            {max(1, profile.budget_tokens >> halving) for halving in range(BUCKET_HALVINGS + 1)}
+        )
+        """The budgets that plans may have."""
+
+        self._rows = {
+            bucket: sorted(size * bucket / profile.budget_tokens for size in profile.buckets)
+            for bucket in self.buckets
+        }
+        self._usable_bytes = usable_bytes
+
+    def rows(self, tokens: float, bucket: int) -> float:
+        """With the padding up to a size of this budget; as `rows_of`, but faster."""
+        sizes = self._rows.get(bucket)
+        # The shares' sum is off by rounding.
+        tokens *= 1 - 1e-9
+        if sizes is None or tokens > bucket:
+            return rows_of(self.profile, tokens, bucket)
+        place = bisect_left(sizes, tokens)
+        return sizes[place] if place < len(sizes) else float(bucket)
+
+    def bucket_for(self, tokens: float) -> int | None:
+        """The smallest that holds so many tokens."""
+        place = bisect_left(self.buckets, tokens * (1 - 1e-9))
+        return self.buckets[place] if place < len(self.buckets) else None
+
+    def round_s(
+        self,
+        work: RoundWork,
+        segments: float,
+        bucket: int,
+        replicas: int,
+        link: Link | None,
+    ) -> tuple[float, float]:
+        """Seconds of a round, and the rows of its fullest replica. `segments` are those in the
+        fullest replica."""
+        part = fullest_part(work.sequences, replicas)
+        rows = self.rows(work.tokens * part, bucket)
+        time = self.time
+        busy = time.row_s * rows + (time.square_s * work.squares + work.lora_s) * part
+        seconds = time.fixed_s + time.segment_s * segments
+        seconds += smooth_max(time.flat_s, busy, time.sharpness)
+        passes = min(1.0, work.steps)
+        seconds += passes * self.pass_s + work.step_s
+        if replicas > 1 and link is not None:
+            ring = 2 * (replicas - 1) / replicas
+            seconds += passes * link.latency_s + ring * 4 * work.parameters / link.bytes_per_s
+        return seconds, rows
+
+    def memory_bytes(self, *, rows: float, longest: int, bucket: int, parameters: float) -> float:
+        """At the peak, on the fullest GPU; 0 where it is not known."""
+        rows = max(rows, self.rows(float(longest), bucket))
+        return self.profile.memory.bytes(rows=rows, adapter_parameters=parameters) or 0.0
+
+    def fits(self, memory_bytes: float) -> bool:
+        return self._usable_bytes is None or memory_bytes <= self._usable_bytes
+
+
 class Costs:
     """Predictions from the profiles of a cluster's GPUs, one for each base."""
 
@@ -108,23 +202,23 @@ class Costs:
         """With an `error` of 0.1, predicted seconds are off by a factor exp(0.1 z), z standard
         normal: drawn per job from seed and name, and for a group the sum of its jobs' draws / the
         root of their number. So a predictor is wrong in the same way every time it is asked."""
-        self.profiles = {base: _with_kernel(each, kernel) for base, each in profiles.items()}
         self.cluster = cluster
-        self.margin = margin
         self.error = error
         self.seed = seed
+        self._bases = {
+            base: BaseCosts(_with_kernel(each, kernel), _usable_bytes(each, cluster, margin))
+            for base, each in profiles.items()
+        }
         self._figures: dict[str, JobFigures] = {}
 
-    def profile(self, base: str) -> Profile:
-        if base not in self.profiles:
-            known = ", ".join(self.profiles) or "none"
-            raise SpecError(f"no profile for base '{base}'; there is {known}", field="base")
-        return self.profiles[base]
+    def base(self, name: str) -> BaseCosts:
+        if name not in self._bases:
+            known = ", ".join(self._bases) or "none"
+            raise SpecError(f"no profile for base '{name}'; there is {known}", field="base")
+        return self._bases[name]
 
-    def buckets(self, base: str) -> list[int]:
-        """The budgets that plans may have, from the smallest."""
-        budget = self.profile(base).budget_tokens
-        return sorted({max(1, budget >> halving) for halving in range(BUCKET_HALVINGS + 1)})
+    def profile(self, base: str) -> Profile:
+        return self.base(base).profile
 
     def figures(self, request: JobRequest) -> JobFigures:
         """Kept by the job's name: a request never changes."""
@@ -141,7 +235,7 @@ class Costs:
     def solo(self, request: JobRequest) -> GroupPrediction:
         """Alone on the GPUs it brings, next to each other."""
         plan = self.figures(request).solo_plan
-        return self.predict([request], [1.0], plan, _narrowest(self.cluster, plan.gpus))
+        return self.predict([request], [1.0], plan, narrowest(self.cluster, plan.gpus))
 
     def predict(
         self,
@@ -155,35 +249,43 @@ class Costs:
         """`tier` is how far apart the plan's GPUs lie, `speed` that of the slowest of them."""
         if not plan.is_replicated_only:
             raise SpecError(f"only replicas are priced, not {plan}", field="plan")
-        profile = self.profile(requests[0].base)
+        base = self.base(requests[0].base)
         figures = [self.figures(request) for request in requests]
         shares = shared_tokens(
             [each.batch_tokens for each in figures], weights, plan.bucket * plan.replicas
         )
-        seconds, rows = self._round(profile, figures, shares, plan, self.cluster.link(tier))
-        seconds /= speed
-        seconds *= self._mistake(figures)
+        work = NO_WORK
+        for tokens, each in zip(shares, figures, strict=True):
+            work = work.plus(each.whole.times(tokens / each.batch_tokens))
+        segments = segments_of(work, shares, figures, plan.replicas)
+        link = self.cluster.link(tier)
+        seconds, rows = base.round_s(work, segments, plan.bucket, plan.replicas, link)
+        seconds *= self.mistake(sum(each.latent for each in figures), len(figures)) / speed
         steps_per_s = tuple(
             tokens / each.batch_tokens / seconds
             for tokens, each in zip(shares, figures, strict=True)
         )
-        longest = max(each.longest for each in figures)
-        memory = profile.memory.bytes(
-            rows=max(rows, rows_of(profile, longest, plan.bucket)),
-            adapter_parameters=sum(each.parameters for each in figures),
+        memory = base.memory_bytes(
+            rows=rows,
+            longest=max(each.longest for each in figures),
+            bucket=plan.bucket,
+            parameters=sum(each.parameters for each in figures),
         )
-        usable = self._usable_bytes(profile)
         return GroupPrediction(
             round_s=seconds,
             tokens=tuple(shares),
             steps_per_s=steps_per_s,
-            memory_bytes=memory,
-            fits=memory is None or usable is None or memory <= usable,
+            memory_bytes=memory or None,
+            fits=base.fits(memory),
             worth=sum(
                 request.gpus * rate * each.solo_step_s
                 for request, rate, each in zip(requests, steps_per_s, figures, strict=True)
             ),
         )
+
+    def mistake(self, latents: float, jobs: int) -> float:
+        """The factor by which predicted seconds of a group are off."""
+        return math.exp(self.error * latents / math.sqrt(jobs)) if self.error else 1.0
 
     def start_s(self, base: str) -> float:
         """Of a new group: load the base, attach, warm up."""
@@ -207,91 +309,61 @@ class Costs:
         stands still for an attach. Fewer replicas, another bucket or other weights cost nothing."""
         return self.profile(base).attach_s if grows else 0.0
 
-    def _usable_bytes(self, profile: Profile) -> float | None:
-        usable = profile.memory.usable_bytes
-        own = self._memory_bytes
-        if usable is None or own is None:
-            found = usable if own is None else own
-        else:
-            found = min(usable, own)
-        return None if found is None else found * (1 - self.margin)
-
-    @cached_property
-    def _memory_bytes(self) -> int | None:
-        return self.cluster.memory_bytes(range(len(self.cluster)))
-
-    def _round(
-        self,
-        profile: Profile,
-        figures: Sequence[JobFigures],
-        shares: Sequence[float],
-        plan: Plan,
-        link: Link | None,
-    ) -> tuple[float, float]:
-        """Seconds of a round, and the rows of the fullest replica."""
-        replicas = plan.replicas
-        total = squares = lora = sequences = steps = step_s = parameters = 0.0
-        for tokens, each in zip(shares, figures, strict=True):
-            total += tokens
-            squares += tokens * each.squares_per_token
-            lora += tokens * each.lora_s
-            sequences += tokens / each.mean_length
-            many = tokens / each.batch_tokens
-            steps += many
-            step_s += many * each.step_s
-            parameters += many * each.parameters
-        part = 1.0
-        segments = float(len(figures))
-        if replicas > 1:
-            part = math.ceil(sequences / replicas - 1e-9) / sequences
-            segments = sum(
-                min(1.0, tokens / each.mean_length * part)
-                for tokens, each in zip(shares, figures, strict=True)
-            )
-        rows = rows_of(profile, total * part, plan.bucket)
-        time = profile.time
-        work = time.row_s * rows + (time.square_s * squares + lora) * part
-        seconds = time.fixed_s + time.segment_s * segments
-        seconds += smooth_max(time.flat_s, work, time.sharpness)
-        passes = min(1.0, steps)
-        seconds += passes * profile.steps.pass_s + step_s
-        if replicas > 1 and link is not None:
-            ring = 2 * (replicas - 1) / replicas
-            seconds += passes * link.latency_s + ring * 4 * parameters / link.bytes_per_s
-        return seconds, rows
-
-    def _mistake(self, figures: Sequence[JobFigures]) -> float:
-        if not self.error:
-            return 1.0
-        latent = sum(each.latent for each in figures) / math.sqrt(len(figures))
-        return math.exp(self.error * latent)
-
     def _new_figures(self, request: JobRequest) -> JobFigures:
-        profile, load = self.profile(request.base), request.load
+        base, load = self.base(request.base), request.load
+        profile = base.profile
         parameters = adapter_parameters(profile, load)
-        figures = JobFigures(
-            batch_tokens=load.batch_tokens,
+        step_s = profile.steps.job_s + profile.steps.parameter_s * parameters
+        tokens = load.batch_tokens
+        lora_s = load.coverage * (profile.time.lora_s + profile.time.rank_s * load.rank)
+        latent = _normal(self.seed, request.name)
+        whole = RoundWork(
+            tokens=tokens,
+            squares=tokens * load.squares_per_token,
+            lora_s=tokens * lora_s,
+            sequences=float(load.batch_size),
+            steps=1.0,
+            step_s=step_s,
+            parameters=parameters,
+        )
+        replicas = min(request.gpus, load.batch_size)
+        link = self.cluster.link(narrowest(self.cluster, replicas))
+        found: list[tuple[float, int]] = []
+        for bucket in base.buckets:
+            part = min(1.0, bucket * replicas / tokens)
+            seconds, _ = base.round_s(whole.times(part), 1.0, bucket, replicas, link)
+            found.append((seconds / part, bucket))
+        seconds, bucket = min(found)
+        return JobFigures(
+            batch_tokens=tokens,
             mean_length=load.mean_length,
             longest=max(load.lengths),
-            squares_per_token=load.squares_per_token,
-            lora_s=load.coverage * (profile.time.lora_s + profile.time.rank_s * load.rank),
             parameters=parameters,
-            step_s=profile.steps.job_s + profile.steps.parameter_s * parameters,
-            latent=_normal(self.seed, request.name),
-            solo_plan=solo_plan(load, request.gpus, profile.budget_tokens),
+            latent=latent,
+            whole=whole,
+            solo_plan=Plan(replicas=replicas, bucket=bucket),
+            solo_step_s=seconds * self.mistake(latent, 1),
         )
-        plan = figures.solo_plan
-        link = self.cluster.link(_narrowest(self.cluster, plan.gpus))
-        tokens = shared_tokens([figures.batch_tokens], [1.0], plan.bucket * plan.replicas)
-        seconds, _ = self._round(profile, [figures], tokens, plan, link)
-        rounds = figures.batch_tokens / tokens[0]
-        figures.solo_step_s = rounds * seconds * self._mistake([figures])
-        return figures
 
 
-def solo_plan(load: JobLoad, gpus: int, bucket: int) -> Plan:
-    """A replica for every GPU that a sequence can be found for."""
-    return Plan(replicas=min(gpus, load.batch_size), bucket=bucket)
+def fullest_part(sequences: float, replicas: int) -> float:
+    """Of so many sequences, the part that the fullest replica takes: sequences are whole."""
+    if replicas == 1:
+        return 1.0
+    return math.ceil(sequences / replicas - 1e-9) / sequences
+
+
+def segments_of(
+    work: RoundWork, shares: Sequence[float], figures: Sequence[JobFigures], replicas: int
+) -> float:
+    """In the fullest replica, on average."""
+    if replicas == 1:
+        return float(len(figures))
+    part = fullest_part(work.sequences, replicas)
+    return sum(
+        min(1.0, tokens / each.mean_length * part)
+        for tokens, each in zip(shares, figures, strict=True)
+    )
 
 
 def shared_tokens(
@@ -326,7 +398,7 @@ def _with_kernel(profile: Profile, kernel: Kernel) -> Profile:
     return replace(profile, time=replace(profile.time, segment_s=profile.time.segment_s + loop_s))
 
 
-def _narrowest(cluster: Cluster, gpus: int) -> Tier:
+def narrowest(cluster: Cluster, gpus: int) -> Tier:
     """For so many GPUs of an empty cluster."""
     if gpus == 1:
         return Tier.GPU
@@ -335,6 +407,12 @@ def _narrowest(cluster: Cluster, gpus: int) -> Tier:
     sizes = {node.number: len(node.gpus) for node in cluster.nodes}
     racks = max(sum(sizes[node] for node in rack.nodes) for rack in cluster.racks)
     return Tier.RACK if gpus <= racks else Tier.CLUSTER
+
+
+def _usable_bytes(profile: Profile, cluster: Cluster, margin: float) -> float | None:
+    found = [profile.memory.usable_bytes, cluster.memory_bytes(range(len(cluster)))]
+    known = [each for each in found if each is not None]
+    return min(known) * (1 - margin) if known else None
 
 
 def _normal(seed: int, name: str) -> float:

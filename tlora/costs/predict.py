@@ -153,11 +153,12 @@ def shares_of(jobs: Sequence[JobLoad], budget: float) -> list[float]:
 def rows_of(profile: Profile, tokens: float, budget: int) -> float:
     """With the padding up to a bucket. Buckets follow the budget; beyond it rows are a multiple
     of it, for a sequence that goes alone."""
+    # The shares' sum is off by rounding.
+    tokens *= 1 - 1e-9
     if tokens > budget:
         return -(-tokens // budget) * budget
     sizes = sorted(size * budget / profile.budget_tokens for size in profile.buckets)
-    # The shares' sum is off by rounding.
-    return next((size for size in sizes if size >= tokens * (1 - 1e-9)), float(budget))
+    return next((size for size in sizes if size >= tokens), float(budget))
 
 
 def knee_tokens(profile: Profile) -> int | None:

@@ -2,6 +2,7 @@
 device, no randomness, no torch."""
 
 from tlora.schedule.policy import Policy
-from tlora.schedule.table import POLICIES, Settings, make_policy
+from tlora.schedule.settings import Settings
+from tlora.schedule.table import POLICIES, make_policy
 
 __all__ = ["POLICIES", "Policy", "Settings", "make_policy"]

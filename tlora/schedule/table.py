@@ -6,12 +6,9 @@ from dataclasses import dataclass
 from tlora.core.errors import SpecError
 from tlora.costs.groups import Costs, Kernel
 from tlora.schedule.policy import Policy
+from tlora.schedule.settings import Settings
 from tlora.schedule.solo import Solo
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """What can be set of a policy; a policy takes what it knows."""
+from tlora.schedule.tlora import Tlora
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +21,13 @@ class Entry:
 
 
 POLICIES: dict[str, Entry] = {
+    "tlora": Entry(Tlora, "fused", "grouped by residual capacity, bounds holding"),
     "solo": Entry(lambda costs, _: Solo(costs), "fused", "each job alone on its GPUs, FIFO"),
+    "tlora-no-kernel": Entry(
+        lambda costs, settings: Tlora(costs, settings, "tlora-no-kernel"),
+        "unfused",
+        "our grouping, adapters in a loop",
+    ),
 }
 
 

@@ -1,0 +1,367 @@
+"""The groups as a policy would have them: changed on paper first, then told as decisions."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from tlora.core.cluster import Cluster
+from tlora.core.decision import Decision, Join, Move, Pause, Reasons, Resize, Start
+from tlora.core.plan import Plan
+from tlora.core.state import State
+from tlora.costs.groups import Costs
+from tlora.schedule.pieces import Piece
+from tlora.schedule.placement import choose_gpus
+from tlora.schedule.pricing import Load, Priced, Pricing, load_of
+
+WEIGHT_CHANGE = 0.05
+"""Weights that changed by less, against each other, are not worth a decision."""
+
+
+@dataclass(slots=True, eq=False)
+class Bin:
+    """A group, there already or planned."""
+
+    name: str
+    base: str
+    gpus: tuple[int, ...]
+    load: Load
+    priced: Priced
+    was_worth: float = 0.0
+    """At the start of the turn."""
+
+    is_new: bool = False
+    reasons: Reasons = field(default_factory=lambda: Reasons(why=""))
+
+
+class Board:
+    def __init__(self, state: State, costs: Costs, pieces: dict[str, Piece]) -> None:
+        self.state = state
+        self.costs = costs
+        self.cluster: Cluster = state.cluster
+        self.pricing = Pricing(costs)
+        self.pieces = pieces
+        self.free = set(state.free)
+        self.bins: dict[str, Bin] = {}
+        self.place: dict[str, str | None] = {name: pieces[name].job.group for name in pieces}
+        self.why: dict[str, Reasons] = {}
+        """Job -> why it was placed where it is."""
+
+        self.touched: set[str] = set()
+        self._next = state.next_group
+        self._by_base: dict[str, list[tuple[float, str]]] = {}
+        self._wide: list[tuple[float, str]] = []
+        self._keys: dict[str, float] = {}
+        for group in state.groups.values():
+            load = load_of([pieces[name] for name in group.jobs])
+            priced = self.price(load, group.gpus)
+            self.bins[group.name] = Bin(
+                group.name, group.base, group.gpus, load, priced, priced.worth
+            )
+            self._file(self.bins[group.name])
+
+    def price(self, load: Load, gpus: Sequence[int]) -> Priced:
+        cluster, speeds = self.cluster, self.state.speed
+        if len(gpus) == 1:
+            return self.pricing.price(load, 1, None, speeds.get(gpus[0], 1.0) if speeds else 1.0)
+        speed = min(speeds.get(gpu, 1.0) for gpu in gpus) if speeds else 1.0
+        return self.pricing.price(load, len(gpus), cluster.link(cluster.tier(gpus)), speed)
+
+    def choose(self, count: int, near: Sequence[int] = ()) -> tuple[int, ...] | None:
+        """Free GPUs: beside `near` where they fit, at full speed before slowed ones."""
+        speeds = self.state.speed
+        good = {gpu for gpu in self.free if speeds.get(gpu, 1.0) == 1.0} if speeds else self.free
+        if len(good) < count:
+            good = self.free
+        if near:
+            nodes = {self.cluster.gpus[gpu].node for gpu in near}
+            beside = [gpu for gpu in sorted(good) if self.cluster.gpus[gpu].node in nodes]
+            if len(beside) >= count:
+                return tuple(beside[:count])
+        return choose_gpus(self.cluster, good, count)
+
+    def open(self, pieces: Iterable[Piece], gpus: tuple[int, ...], priced: Priced) -> Bin:
+        """A new group of jobs that are in none."""
+        load = load_of(list(pieces))
+        found = Bin(f"g{self._next}", load.pieces[0].base, gpus, load, priced, is_new=True)
+        self._next += 1
+        self.bins[found.name] = found
+        self._file(found)
+        self.touched.add(found.name)
+        self.free -= set(gpus)
+        for piece in load.pieces:
+            self.place[piece.name] = found.name
+        return found
+
+    def put(self, piece: Piece, target: Bin, priced: Priced) -> None:
+        target.load = target.load.plus(piece)
+        self._refile(target, priced)
+        self.place[piece.name] = target.name
+
+    def take(self, piece: Piece) -> None:
+        """Out of its group, which ends if it was the last."""
+        name = self.place[piece.name]
+        assert name is not None
+        self.place[piece.name] = None
+        source = self.bins[name]
+        if len(source.load.pieces) == 1:
+            self.free |= set(source.gpus)
+            self._unfile(source)
+            del self.bins[name]
+            return
+        source.load = source.load.without(piece)
+        self._refile(source, self.price(source.load, source.gpus))
+
+    def resize(self, which: Bin, gpus: tuple[int, ...], priced: Priced) -> None:
+        self.free |= set(which.gpus)
+        self.free -= set(gpus)
+        self._unfile(which)
+        which.gpus = gpus
+        self._file(which)
+        self._refile(which, priced)
+
+    def copy(self) -> "Board":
+        """For trying something that takes several changes; `adopt` takes it over."""
+        other = Board.__new__(Board)
+        other.__dict__.update(self.__dict__)
+        other.free = set(self.free)
+        other.bins = {name: replace(each) for name, each in self.bins.items()}
+        other.place = dict(self.place)
+        other.why = dict(self.why)
+        other.touched = set(self.touched)
+        other._by_base = {base: list(each) for base, each in self._by_base.items()}
+        other._wide = list(self._wide)
+        other._keys = dict(self._keys)
+        return other
+
+    def adopt(self, other: "Board") -> None:
+        self.__dict__.update(other.__dict__)
+
+    @property
+    def running(self) -> int:
+        """Jobs that have a group."""
+        return sum(name is not None for name in self.place.values())
+
+    def rearrange(
+        self,
+        contents: Sequence[tuple[Bin | None, Load | None, tuple[int, ...], Priced | None]],
+    ) -> None:
+        """All at once: groups with new jobs and GPUs; without jobs, it ends; without a group, a new
+        one. Every job named is taken from where it was."""
+        for which, load, _, _ in contents:
+            if which is not None:
+                self.free |= set(which.gpus)
+                self._unfile(which)
+                if load is None:
+                    del self.bins[which.name]
+        for which, load, gpus, priced in contents:
+            if load is None or priced is None:
+                continue
+            if which is None:
+                self.open(load.pieces, gpus, priced)
+                continue
+            which.load, which.gpus, which.priced = load, gpus, priced
+            self.free -= set(gpus)
+            self._file(which)
+            self.touched.add(which.name)
+            for piece in load.pieces:
+                self.place[piece.name] = which.name
+
+    def roomiest(self, base: str, count: int) -> list[Bin]:
+        """The groups of a base that are farthest from their bounds, first."""
+        return [self.bins[name] for _, name in self._by_base.get(base, [])[:count]]
+
+    def pressed(self, base: str, count: int) -> list[Bin]:
+        """Those nearest to their bounds, or beyond them, first."""
+        return [self.bins[name] for _, name in reversed(self._by_base.get(base, [])[-count:])]
+
+    def widest(self, count: int) -> list[Bin]:
+        """Groups of several GPUs, those farthest from their bounds first."""
+        return [self.bins[name] for _, name in self._wide[:count]]
+
+    @property
+    def bases(self) -> list[str]:
+        return sorted(self._by_base)
+
+    def _file(self, which: Bin) -> None:
+        key = which.priced.breach
+        self._keys[which.name] = key
+        insort(self._by_base.setdefault(which.base, []), (key, which.name))
+        if len(which.gpus) > 1:
+            insort(self._wide, (key, which.name))
+
+    def _unfile(self, which: Bin) -> None:
+        entry = (self._keys.pop(which.name), which.name)
+        for filed in (self._by_base[which.base], self._wide):
+            place = bisect_left(filed, entry)
+            if place < len(filed) and filed[place] == entry:
+                del filed[place]
+
+    def _refile(self, which: Bin, priced: Priced) -> None:
+        self._unfile(which)
+        which.priced = priced
+        self._file(which)
+        self.touched.add(which.name)
+
+    @property
+    def worth(self) -> float:
+        return sum(each.priced.worth for each in self.bins.values())
+
+    def decisions(self, *, everywhere: bool = False) -> list[Decision]:
+        """What leads from the state to the board, in an order that can be carried out: what gives
+        GPUs back comes first. `everywhere`: buckets and weights of groups that nothing happened to
+        are brought up to date too."""
+        return _Telling(self).decisions(everywhere=everywhere)
+
+
+class _Telling:
+    """Walks from the state to the board, with a shadow of the groups as they will be."""
+
+    def __init__(self, board: Board) -> None:
+        self.board = board
+        self.out: list[Decision] = []
+        groups = board.state.groups
+        self.gpus = {name: group.gpus for name, group in groups.items()}
+        self.plans = {name: group.plan for name, group in groups.items()}
+        self.weights = {name: dict(group.jobs) for name, group in groups.items()}
+
+    def decisions(self, *, everywhere: bool) -> list[Decision]:
+        board = self.board
+        moved: list[Piece] = []
+        arriving: list[Piece] = []
+        for piece in board.pieces.values():
+            old, new = piece.job.group, board.place[piece.name]
+            if old == new:
+                continue
+            if old is None:
+                arriving.append(piece)
+            elif new is None or board.bins[new].is_new:
+                self._pause(piece, old)
+                if new is not None:
+                    arriving.append(piece)
+            else:
+                moved.append(piece)
+        for name, which in board.bins.items():
+            if which.is_new:
+                continue
+            kept = tuple(gpu for gpu in self.gpus[name] if gpu in which.gpus)
+            if kept and len(kept) < len(self.gpus[name]):
+                self._resize(which, kept)
+        # A group that would be empty for a moment would end: those that only give go first.
+        taking = {board.place[piece.name] for piece in moved}
+        moved.sort(key=lambda piece: piece.job.group in taking)
+        for piece in moved:
+            self._move(piece)
+        self._grow()
+        starting: dict[str, list[Piece]] = {}
+        for piece in arriving:
+            name = board.place[piece.name]
+            assert name is not None
+            if board.bins[name].is_new:
+                starting.setdefault(name, []).append(piece)
+            else:
+                self._join(piece, name)
+        for name in [each.name for each in board.bins.values() if each.is_new]:
+            self._start(board.bins[name], starting[name])
+        for name, which in board.bins.items():
+            looked_at = everywhere or name in board.touched
+            if looked_at and not which.is_new and self._is_stale(which):
+                self._resize(which)
+        return self.out
+
+    def _grow(self) -> None:
+        """Groups to their GPUs, each when these are free."""
+        pending = [
+            each
+            for name, each in self.board.bins.items()
+            if not each.is_new and set(each.gpus) != set(self.gpus[name])
+        ]
+        while pending:
+            taken = {gpu: name for name, gpus in self.gpus.items() for gpu in gpus}
+            ready = [
+                each
+                for each in pending
+                if all(taken.get(gpu, each.name) == each.name for gpu in each.gpus)
+            ]
+            assert ready, f"{pending[0].name} waits for GPUs that wait for it"
+            for each in ready:
+                self._resize(each)
+            pending = [each for each in pending if each not in ready]
+
+    def _reasons(self, piece: Piece) -> Reasons:
+        return self.board.why.get(piece.name) or Reasons(why="regrouped")
+
+    def _pause(self, piece: Piece, old: str) -> None:
+        self._leave(piece, old)
+        self.out.append(Pause(job=piece.name, group=old, reasons=self._reasons(piece)))
+
+    def _leave(self, piece: Piece, old: str) -> None:
+        del self.weights[old][piece.name]
+        if not self.weights[old]:
+            del self.weights[old], self.gpus[old]
+
+    def _move(self, piece: Piece) -> None:
+        old, new = piece.job.group, self.board.place[piece.name]
+        assert old is not None and new is not None
+        self._leave(piece, old)
+        self.weights[new][piece.name] = piece.weight
+        self.out.append(
+            Move(
+                job=piece.name,
+                source=old,
+                target=new,
+                weight=piece.weight,
+                reasons=self._reasons(piece),
+            )
+        )
+
+    def _join(self, piece: Piece, name: str) -> None:
+        self.weights[name][piece.name] = piece.weight
+        self.out.append(
+            Join(job=piece.name, group=name, weight=piece.weight, reasons=self._reasons(piece))
+        )
+
+    def _start(self, which: Bin, pieces: list[Piece]) -> None:
+        self.out.append(
+            Start(
+                group=which.name,
+                base=which.base,
+                jobs=tuple(piece.name for piece in pieces),
+                gpus=which.gpus,
+                plan=Plan(replicas=len(which.gpus), bucket=which.priced.bucket),
+                weights=tuple(piece.weight for piece in pieces),
+                reasons=self._reasons(pieces[0]),
+            )
+        )
+
+    def _resize(self, which: Bin, gpus: tuple[int, ...] | None = None) -> None:
+        gpus = gpus or which.gpus
+        plan = Plan(replicas=len(gpus), bucket=which.priced.bucket)
+        weights = {name: self.board.pieces[name].weight for name in self.weights[which.name]}
+        self.gpus[which.name], self.plans[which.name] = gpus, plan
+        self.weights[which.name] = weights
+        self.out.append(
+            Resize(
+                group=which.name,
+                gpus=gpus,
+                plan=plan,
+                weights=tuple(weights.values()),
+                reasons=which.reasons
+                if which.reasons.why
+                else Reasons(
+                    why="its jobs or their dues changed",
+                    before=which.was_worth,
+                    after=which.priced.worth,
+                ),
+            )
+        )
+
+    def _is_stale(self, which: Bin) -> bool:
+        if self.plans[which.name].bucket != which.priced.bucket:
+            return True
+        weights = self.weights[which.name]
+        capacity = which.priced.bucket * len(which.gpus)
+        if len(weights) == 1 or which.load.work.tokens <= capacity:
+            # All batches are whole in every round, whatever the weights.
+            return False
+        ratios = [weight / self.board.pieces[name].weight for name, weight in weights.items()]
+        return max(ratios) > min(ratios) * (1 + WEIGHT_CHANGE)

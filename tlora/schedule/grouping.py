@@ -1,0 +1,206 @@
+"""Grouping on a board: who goes where, for the most GPUs' worth with all bounds holding.
+
+Every function changes the board where that helps, and looks at a fixed number of candidates for
+each job or group that something happened to, so that a turn's work grows with what happened and
+not with the cluster.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tlora.core.decision import Reasons
+from tlora.schedule.board import Bin, Board
+from tlora.schedule.pieces import Piece
+from tlora.schedule.pricing import Load, Priced, load_of
+
+CANDIDATES = 12
+"""Groups looked at for one job."""
+
+EPSILON = 1e-6
+"""GPUs' worth: less is no gain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to place a job."""
+
+    gain: float
+    target: Bin | None
+    """The group that it joins; None: a new one."""
+
+    gpus: tuple[int, ...]
+    """Of the new group, or of the one joined."""
+
+    priced: Priced
+    donor: Bin | None = None
+    """The group that gives GPUs for it."""
+
+    donor_gpus: tuple[int, ...] = ()
+    donor_priced: Priced | None = None
+    why: str = ""
+
+
+FAILURES = 6
+"""Waiting jobs in a row that find no place, before the others are left for the next turn."""
+
+
+def place_waiting(board: Board, widest: int | None) -> list[Piece]:
+    """Jobs without a group, the most urgent first: on free GPUs, beside others, or on GPUs that a
+    wide group can spare. Returns those that were placed; the others wait on."""
+    waiting = [piece for name, piece in board.pieces.items() if board.place[name] is None]
+    waiting.sort(key=lambda piece: (-piece.urgency, piece.rank))
+    placed: list[Piece] = []
+    failures: dict[str, int] = {}
+    for piece in waiting:
+        if failures.get(piece.base, 0) >= FAILURES:
+            continue
+        if place(board, piece, widest):
+            placed.append(piece)
+        else:
+            failures[piece.base] = failures.get(piece.base, 0) + 1
+    return placed
+
+
+def place(board: Board, piece: Piece, widest: int | None = None) -> bool:
+    option = on_free(board, piece, widest)
+    if option is None:
+        options = [*joins(board, piece), *donations(board, piece, widest)]
+        option = max(options, key=lambda each: each.gain, default=None)
+    if option is None:
+        return False
+    carry_out(board, piece, option)
+    return True
+
+
+def carry_out(board: Board, piece: Piece, option: Option) -> None:
+    before = 0.0
+    if option.donor is not None and option.donor_priced is not None:
+        before += option.donor.priced.worth
+        board.resize(option.donor, option.donor_gpus, option.donor_priced)
+        option.donor.reasons = Reasons(
+            why=f"{piece.name} needs a GPU more than it",
+            before=before,
+            after=option.donor_priced.worth,
+            bound_by=option.donor_priced.bound_by,
+        )
+    if option.target is None:
+        board.open([piece], option.gpus, option.priced)
+    else:
+        before += option.target.priced.worth
+        board.put(piece, option.target, option.priced)
+    after = option.priced.worth + (option.donor_priced.worth if option.donor_priced else 0.0)
+    board.why[piece.name] = Reasons(
+        why=option.why,
+        before=before,
+        after=after,
+        slowdown=option.priced.breach * piece.job.request.slowdown_bound,
+        bound_by="" if option.target is None else option.priced.bound_by,
+    )
+
+
+def widths(piece: Piece, most: int, widest: int | None = None) -> list[int]:
+    """Numbers of GPUs to try for it alone, the largest first: its due, then half of that, and so
+    on."""
+    useful = min(piece.figures.solo_plan.replicas, widest or most, most)
+    due = max(1, min(useful, -int(-piece.fair_gpus // 1)))
+    found: list[int] = []
+    while due >= 1:
+        found.append(due)
+        due //= 2
+    return found
+
+
+def on_free(board: Board, piece: Piece, widest: int | None = None) -> Option | None:
+    if not board.free:
+        return None
+    load = load_of([piece])
+    for count in widths(piece, len(board.free), widest):
+        gpus = board.choose(count)
+        if gpus is None:
+            continue
+        priced = board.price(load, gpus)
+        if priced.holds:
+            free = "a GPU is" if count == 1 else f"{count} GPUs are"
+            return Option(priced.worth, None, gpus, priced, why=f"{free} free")
+    return None
+
+
+def joins(board: Board, piece: Piece) -> Iterable[Option]:
+    for target in board.roomiest(piece.base, CANDIDATES):
+        priced = board.price(target.load.plus(piece), target.gpus)
+        if priced.holds:
+            gain = priced.worth - target.priced.worth
+            yield Option(gain, target, target.gpus, priced, why=f"{target.name} has room for it")
+
+
+def donations(board: Board, piece: Piece, widest: int | None = None) -> Iterable[Option]:
+    """A wide group goes on with fewer GPUs, and the job gets the others."""
+    alone = load_of([piece])
+    for donor in board.widest(CANDIDATES):
+        for count in widths(piece, len(donor.gpus) - 1, widest):
+            kept, given = split_gpus(board, donor, count)
+            rest = board.price(donor.load, kept)
+            if not rest.holds:
+                continue
+            priced = board.price(alone, given)
+            if priced.holds:
+                yield Option(
+                    priced.worth + rest.worth - donor.priced.worth,
+                    None,
+                    given,
+                    priced,
+                    donor,
+                    kept,
+                    rest,
+                    why=f"{donor.name} can spare it",
+                )
+
+
+def split_gpus(board: Board, donor: Bin, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Those it keeps and those it gives: slowed ones and the last of them go first."""
+    speeds = board.state.speed
+    order = sorted(donor.gpus, key=lambda gpu: (speeds.get(gpu, 1.0), -gpu))
+    given = set(order[:count])
+    kept = tuple(gpu for gpu in donor.gpus if gpu not in given)
+    return kept, tuple(sorted(given))
+
+
+def trade_gpus(board: Board, widest: int | None = None) -> bool:
+    """One or more GPUs from the wide group that loses least to the group that gains most."""
+    helped = False
+    for taker in [each for base in board.bases for each in board.pressed(base, CANDIDATES)]:
+        if taker.name not in board.bins:
+            continue
+        best: tuple[float, Bin, tuple[int, ...], Priced, tuple[int, ...], Priced] | None = None
+        for donor in board.widest(CANDIDATES):
+            if donor is taker:
+                continue
+            for count in {1, 2, len(donor.gpus) // 2}:
+                if count >= len(donor.gpus):
+                    continue
+                kept, given = split_gpus(board, donor, count)
+                width = len(taker.gpus) + count
+                if width > min(useful_replicas(taker.load), widest or width):
+                    continue
+                rest = board.price(donor.load, kept)
+                if not rest.holds:
+                    continue
+                more = board.price(taker.load, (*taker.gpus, *given))
+                gain = rest.worth + more.worth - donor.priced.worth - taker.priced.worth
+                if gain > EPSILON and more.fits and (best is None or gain > best[0]):
+                    best = (gain, donor, kept, rest, (*taker.gpus, *given), more)
+        if best is not None:
+            _, donor, kept, rest, gpus, more = best
+            before = donor.priced.worth + taker.priced.worth
+            board.resize(donor, kept, rest)
+            board.resize(taker, gpus, more)
+            why = f"{taker.name} makes more of GPUs than {donor.name}"
+            for each in (donor, taker):
+                each.reasons = Reasons(why=why, before=before, after=rest.worth + more.worth)
+            helped = True
+    return helped
+
+
+def useful_replicas(load: Load) -> int:
+    """More than a round has sequences are of no use."""
+    return max(1, int(load.work.sequences + 1e-9))

@@ -1,0 +1,381 @@
+"""Better places for some of the jobs. Hill climbing: of each job's moves, swaps and hand-overs the
+best is taken, until none helps or the turn's budget of questions is spent.
+
+A job that was placed in this turn runs nowhere yet, and moving it costs nothing. One that runs pays
+a toll (`tolls.py`), which the change must earn.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from tlora.core.decision import Reasons
+from tlora.schedule.board import Bin, Board
+from tlora.schedule.grouping import (
+    CANDIDATES,
+    EPSILON,
+    carry_out,
+    joins,
+    place_waiting,
+    split_gpus,
+    trade_gpus,
+    useful_replicas,
+)
+from tlora.schedule.pieces import Piece
+from tlora.schedule.pricing import Load, Priced, load_of
+from tlora.schedule.tolls import Tolls
+
+ROUNDS = 4
+
+
+@dataclass(slots=True)
+class Change:
+    """New contents of some groups; one without jobs ends, one without a name is new."""
+
+    gain: float
+    contents: list[tuple[Bin | None, Load | None, tuple[int, ...], Priced | None]]
+
+
+def improve(
+    board: Board, tolls: Tolls, those: Iterable[Piece], *, budget: int, widest: int | None
+) -> None:
+    """`budget`: prices asked for at most, give or take one job's. `widest`: replicas of a group."""
+    pieces = list(those)
+    movable = {piece.name for piece in pieces}
+    stop = board.pricing.asked + budget
+    for _ in range(ROUNDS):
+        helped = False
+        for piece in pieces:
+            if board.pricing.asked > stop:
+                return
+            helped |= _take_best(board, tolls, list(_changes(board, piece, movable, widest)))
+        if pieces and board.pricing.asked <= stop:
+            helped |= spread(board, tolls, movable, widest)
+            helped |= trade_gpus(board, widest)
+        if not helped:
+            return
+
+
+def _changes(board: Board, piece: Piece, movable: set[str], widest: int | None) -> Iterator[Change]:
+    name = board.place[piece.name]
+    if name is None:
+        return
+    source = board.bins[name]
+    if len(source.load.pieces) == 1:
+        yield from _hand_overs(board, piece, source, movable, widest)
+        return
+    rest = source.load.without(piece)
+    rest_priced = board.price(rest, source.gpus)
+    alone = load_of([piece])
+    if _no_worse(rest_priced, source.priced):
+        for target in board.roomiest(piece.base, CANDIDATES):
+            if target is not source:
+                load = target.load.plus(piece)
+                priced = board.price(load, target.gpus)
+                if priced.holds:
+                    gain = priced.worth + rest_priced.worth
+                    gain -= target.priced.worth + source.priced.worth
+                    yield Change(
+                        gain,
+                        [
+                            (source, rest, source.gpus, rest_priced),
+                            (target, load, target.gpus, priced),
+                        ],
+                    )
+    # Out of a wide group with some of its GPUs, or onto those of another.
+    for donor in board.widest(CANDIDATES):
+        for count in {1, len(donor.gpus) // 2}:
+            if count > (widest or count):
+                continue
+            kept, given = split_gpus(board, donor, count)
+            mine = board.price(alone, given)
+            if not mine.holds:
+                continue
+            if donor is source:
+                left = board.price(rest, kept)
+                if left.holds:
+                    gain = left.worth + mine.worth - source.priced.worth
+                    yield Change(gain, [(source, rest, kept, left), (None, alone, given, mine)])
+            elif _no_worse(rest_priced, source.priced):
+                left = board.price(donor.load, kept)
+                if left.holds:
+                    gain = left.worth + mine.worth + rest_priced.worth
+                    gain -= donor.priced.worth + source.priced.worth
+                    yield Change(
+                        gain,
+                        [
+                            (source, rest, source.gpus, rest_priced),
+                            (donor, donor.load, kept, left),
+                            (None, alone, given, mine),
+                        ],
+                    )
+    yield from _swaps(board, piece, source, rest, movable)
+
+
+def _swaps(
+    board: Board, piece: Piece, source: Bin, rest: Load, movable: set[str]
+) -> Iterator[Change]:
+    """The job and one of another group change places."""
+    for target in board.roomiest(piece.base, CANDIDATES):
+        if target is source:
+            continue
+        for other in target.load.pieces:
+            if other.name not in movable:
+                continue
+            one, two = rest.plus(other), target.load.without(other).plus(piece)
+            mine = board.price(one, source.gpus)
+            if not _no_worse(mine, source.priced):
+                continue
+            theirs = board.price(two, target.gpus)
+            if _no_worse(theirs, target.priced):
+                gain = mine.worth + theirs.worth - source.priced.worth - target.priced.worth
+                yield Change(
+                    gain, [(source, one, source.gpus, mine), (target, two, target.gpus, theirs)]
+                )
+
+
+def _hand_overs(
+    board: Board, piece: Piece, source: Bin, movable: set[str], widest: int | None
+) -> Iterator[Change]:
+    """A job that is alone joins another group, and its GPUs go to whoever makes most of them."""
+    uses = list(_uses(board, source.gpus, source, movable, widest))
+    for target in board.roomiest(piece.base, CANDIDATES):
+        if target is source:
+            continue
+        load = target.load.plus(piece)
+        priced = board.price(load, target.gpus)
+        lost = target.priced.worth + source.priced.worth
+        if priced.holds:
+            moved = (target, load, target.gpus, priced)
+            for use in uses:
+                if all(which is not target for which, *_ in use.contents):
+                    yield Change(
+                        priced.worth - lost + use.gain,
+                        [(source, None, (), None), moved, *use.contents],
+                    )
+            # One of the target's jobs takes the GPUs instead.
+            for other in target.load.pieces:
+                if other.name in movable:
+                    without = target.load.without(other).plus(piece)
+                    rest = board.price(without, target.gpus)
+                    mine = board.price(load_of([other]), source.gpus)
+                    if rest.holds and mine.holds:
+                        yield Change(
+                            rest.worth + mine.worth - lost,
+                            [
+                                (source, None, (), None),
+                                (target, without, target.gpus, rest),
+                                (None, load_of([other]), source.gpus, mine),
+                            ],
+                        )
+        pooled = (*target.gpus, *source.gpus)
+        if len(pooled) <= min(useful_replicas(load), widest or len(pooled)):
+            both = board.price(load, pooled)
+            if both.holds:
+                yield Change(
+                    both.worth - lost, [(source, None, (), None), (target, load, pooled, both)]
+                )
+    # Its place for another job that is alone, of another base maybe: nothing to gain.
+
+
+def spread(board: Board, tolls: Tolls, movable: set[str], widest: int | None) -> bool:
+    """Free GPUs to whoever makes most of them: a group that grows, or a job that leaves one."""
+    helped = False
+    while board.free:
+        options: list[Change] = []
+        for count in sorted({1, 2, len(board.free)}):
+            gpus = board.choose(count) if count <= len(board.free) else None
+            if gpus is not None and count <= (widest or count):
+                options += _uses(board, gpus, None, movable, widest)
+        if not _take_best(board, tolls, options):
+            return helped
+        helped = True
+    return helped
+
+
+def _take_best(board: Board, tolls: Tolls, changes: list[Change]) -> bool:
+    """The one that gains most after its toll. The toll is asked for only where the gain is the
+    largest so far."""
+    best: Change | None = None
+    net = EPSILON
+    for change in changes:
+        if change.gain > net:
+            left = change.gain - tolls.of_change(board, change.contents)
+            if left > net:
+                best, net = change, left
+    if best is None:
+        return False
+    _apply(board, best, tolls.of_change(board, best.contents) * tolls.horizon_s)
+    return True
+
+
+def clear_out(
+    board: Board, tolls: Tolls, those: Iterable[Piece], *, tries: int, widest: int | None
+) -> bool:
+    """A group is dissolved, its jobs go to others, and its GPUs to those that wait or make more of
+    them: kept if more jobs run then, or as many for more GPUs' worth, tolls paid."""
+    helped = False
+    movable = {piece.name for piece in those}
+    for name in list(board.bins)[-tries:]:
+        which = board.bins.get(name)
+        if which is None or any(piece.name not in movable for piece in which.load.pieces):
+            continue
+        trial = board.copy()
+        pieces = which.load.pieces
+        trial.rearrange([(trial.bins[name], None, (), None)])
+        freed = trial.free & set(which.gpus)
+        trial.free -= freed
+        for piece in pieces:
+            trial.place[piece.name] = None
+        if not all(_best_join(trial, piece) for piece in sorted(pieces, key=_bulk)):
+            continue
+        trial.free |= freed
+        placed = place_waiting(trial, widest)
+        spread(trial, tolls, movable | {piece.name for piece in placed}, widest)
+        toll = tolls.of_moves(trial, pieces)
+        now, then = (board.running, board.worth), (trial.running, trial.worth - toll)
+        if then > (now[0], now[1] + EPSILON):
+            board.adopt(trial)
+            helped = True
+    return helped
+
+
+def _bulk(piece: Piece) -> tuple[float, int]:
+    return (-piece.figures.batch_tokens, piece.rank)
+
+
+def _best_join(board: Board, piece: Piece) -> bool:
+    option = max(joins(board, piece), key=lambda each: each.gain, default=None)
+    if option is None:
+        return False
+    carry_out(board, piece, option)
+    return True
+
+
+def _uses(
+    board: Board,
+    gpus: tuple[int, ...],
+    source: Bin | None,
+    movable: set[str],
+    widest: int | None,
+) -> Iterator[Change]:
+    """What others than `source` could make of these GPUs."""
+    yield Change(0.0, [])
+    for base in board.bases:
+        for which in board.pressed(base, CANDIDATES):
+            if which is source:
+                continue
+            pooled = (*which.gpus, *gpus)
+            if len(pooled) <= min(useful_replicas(which.load), widest or len(pooled)):
+                more = board.price(which.load, pooled)
+                if more.holds:
+                    gain = more.worth - which.priced.worth
+                    yield Change(gain, [(which, which.load, pooled, more)])
+            if len(which.load.pieces) == 1:
+                continue
+            for other in which.load.pieces:
+                if other.name in movable:
+                    rest_load = which.load.without(other)
+                    rest = board.price(rest_load, which.gpus)
+                    mine = board.price(load_of([other]), gpus)
+                    if mine.holds and _no_worse(rest, which.priced):
+                        yield Change(
+                            rest.worth + mine.worth - which.priced.worth,
+                            [
+                                (which, rest_load, which.gpus, rest),
+                                (None, load_of([other]), gpus, mine),
+                            ],
+                        )
+
+
+def _apply(board: Board, change: Change, cost_s: float) -> None:
+    touched = [which for which, *_ in change.contents if which is not None]
+    before = sum(which.priced.worth for which in touched)
+    board.rearrange(change.contents)
+    for which, load, _, priced in change.contents:
+        if load is None or priced is None:
+            continue
+        for piece in load.pieces:
+            if which is None or piece.job.group != which.name:
+                board.why[piece.name] = Reasons(
+                    why="it does best there",
+                    before=before,
+                    after=before + change.gain,
+                    slowdown=priced.breach * piece.job.request.slowdown_bound,
+                    cost_s=cost_s or None,
+                    bound_by=priced.bound_by,
+                )
+
+
+def _no_worse(after: Priced, before: Priced) -> bool:
+    return after.fits and after.breach <= max(1.0, before.breach) * (1 + 1e-9)
+
+
+def exchange(board: Board, fresh: Iterable[Piece]) -> bool:
+    """Where jobs still wait: the GPUs of a group that has not started, for those that wait instead,
+    if more of them can run there, or as many for more GPUs' worth. Nobody who is
+    overdue gives way to one who is less so."""
+    movable = {piece.name for piece in fresh}
+    helped = False
+    for base in sorted({piece.base for piece in _waiting(board)}):
+        for which in list(board.bins.values())[-CANDIDATES:]:
+            if which.name not in board.bins or not which.is_new:
+                continue
+            if any(piece.name not in movable for piece in which.load.pieces):
+                continue
+            helped |= _exchange_one(board, which, base)
+    return helped
+
+
+def _waiting(board: Board) -> list[Piece]:
+    return [piece for name, piece in board.pieces.items() if board.place[name] is None]
+
+
+def _fewest_tokens(piece: Piece) -> float:
+    return piece.figures.batch_tokens
+
+
+def _most_patient(piece: Piece) -> float:
+    return -piece.limit_s
+
+
+def _most_worth(piece: Piece) -> float:
+    return -piece.worth_s / piece.figures.batch_tokens
+
+
+def _exchange_one(board: Board, which: Bin, base: str) -> bool:
+    evicted = which.load.pieces
+    # Who is overdue gives way only to those who are more so.
+    urgency = max(piece.urgency for piece in evicted)
+    floor = urgency if urgency > 1 + EPSILON else 0.0
+    waiting = [piece for piece in _waiting(board) if piece.base == base and piece.urgency >= floor]
+    if which.base == base:
+        waiting += evicted
+    best: tuple[int, float, Load, Priced] | None = None
+    for order in (_fewest_tokens, _most_patient, _most_worth):
+        load: Load | None = None
+        priced: Priced | None = None
+        for piece in sorted(waiting, key=order)[:CANDIDATES]:
+            trial = load.plus(piece) if load else load_of([piece])
+            found = board.price(trial, which.gpus)
+            if found.holds:
+                load, priced = trial, found
+                option = (len(load.pieces), priced.worth, load, priced)
+                if best is None or option[:2] > best[:2]:
+                    best = option
+    if best is None or best[:2] <= (len(evicted), which.priced.worth + EPSILON):
+        return False
+    count, worth, load, priced = best
+    before = which.priced.worth
+    for piece in evicted:
+        board.place[piece.name] = None
+    board.rearrange([(which, None, (), None), (None, load, which.gpus, priced)])
+    for piece in load.pieces:
+        board.why[piece.name] = Reasons(
+            why=f"{count} jobs can run there instead of {len(evicted)}"
+            if count != len(evicted)
+            else "it makes more of the GPUs",
+            before=before,
+            after=worth,
+            slowdown=priced.breach * piece.job.request.slowdown_bound,
+        )
+    return True

@@ -1,0 +1,131 @@
+"""Whole groups put together, tier by tier: inside a node, then across nodes, then across racks.
+
+Per tier the groups of a base stand in a row, urgent and saturated ones left, roomy ones right. The
+leftmost is the seed; those to its right, the roomiest first, are its candidates, and the number of
+them to take in is found by binary search, which assumes that the gain rises and then falls. The
+neighbours of the cut are looked at too, and `misses` counts how often a scan of all would have
+found more. A seed that gains nothing is left to the next tier.
+"""
+
+from collections.abc import Callable
+
+from tlora.core.cluster import Tier
+from tlora.core.decision import Reasons
+from tlora.schedule.board import Bin, Board
+from tlora.schedule.grouping import EPSILON, useful_replicas
+from tlora.schedule.pricing import Load, Priced
+from tlora.schedule.tolls import Tolls
+
+LONGEST_PREFIX = 32
+
+
+class Merging:
+    def __init__(self, tolls: Tolls, *, audit: bool = False) -> None:
+        """`audit` scans all prefixes as well, only to count; it changes nothing."""
+        self.tolls = tolls
+        self.audit = audit
+        self.cuts = 0
+        self.misses = 0
+
+    def merge(self, board: Board, movable: set[str], widest: int | None, seeds: int) -> bool:
+        """At most so many seeds per base and tier. Only jobs of `movable` may leave a group."""
+        helped = False
+        for tier in (Tier.NODE, Tier.RACK, Tier.CLUSTER):
+            for base in board.bases:
+                helped |= self._merge_tier(board, base, tier, movable, widest, seeds)
+        return helped
+
+    def _merge_tier(
+        self,
+        board: Board,
+        base: str,
+        tier: Tier,
+        movable: set[str],
+        widest: int | None,
+        seeds: int,
+    ) -> bool:
+        row = [each for each in board.bins.values() if each.base == base]
+        row.sort(key=lambda each: (-_urgency(each), -each.priced.breach, each.name))
+        helped = False
+        for seed in row[:seeds]:
+            if seed.name not in board.bins:
+                continue
+            candidates = [
+                each
+                for each in reversed(row)
+                if each is not seed
+                and each.name in board.bins
+                and board.cluster.tier((*seed.gpus, *each.gpus)) <= tier
+                and all(piece.name in movable for piece in each.load.pieces)
+            ][:LONGEST_PREFIX]
+            helped |= self._grow(board, seed, candidates, widest)
+        return helped
+
+    def _grow(self, board: Board, seed: Bin, candidates: list[Bin], widest: int | None) -> bool:
+        found: dict[int, tuple[float, Load, tuple[int, ...], Priced] | None] = {}
+
+        def merged(count: int) -> float:
+            """The gain of taking in so many."""
+            if count not in found:
+                found[count] = self._merged(board, seed, candidates[:count], widest)
+            option = found[count]
+            return option[0] if option else float("-inf")
+
+        if not candidates:
+            return False
+        count = best_cut(merged, len(candidates))
+        self.cuts += 1
+        if self.audit:
+            most = max(merged(each) for each in range(1, len(candidates) + 1))
+            self.misses += most > merged(count) + EPSILON and most > EPSILON
+        option = found[count]
+        if option is None or option[0] <= EPSILON:
+            return False
+        gain, load, gpus, priced = option
+        before = seed.priced.worth + sum(each.priced.worth for each in candidates[:count])
+        gone = candidates[:count]
+        board.rearrange([*((each, None, (), None) for each in gone), (seed, load, gpus, priced)])
+        reasons = Reasons(
+            why=f"merged with {', '.join(each.name for each in gone)}",
+            before=before,
+            after=before + gain,
+            slowdown=priced.breach,
+            bound_by=priced.bound_by,
+        )
+        seed.reasons = reasons
+        for each in gone:
+            for piece in each.load.pieces:
+                board.why[piece.name] = reasons
+        return True
+
+    def _merged(
+        self, board: Board, seed: Bin, others: list[Bin], widest: int | None
+    ) -> tuple[float, Load, tuple[int, ...], Priced] | None:
+        load, gpus = seed.load, seed.gpus
+        for each in others:
+            load = load.merged(each.load)
+            gpus = (*gpus, *each.gpus)
+        gpus = gpus[: min(useful_replicas(load), widest or len(gpus))]
+        priced = board.price(load, gpus)
+        if not priced.holds:
+            return None
+        gain = priced.worth - seed.priced.worth - sum(each.priced.worth for each in others)
+        contents = [*((each, None, (), None) for each in others), (seed, load, gpus, priced)]
+        return gain - self.tolls.of_change(board, contents), load, gpus, priced
+
+
+def best_cut(gain: Callable[[int], float], most: int) -> int:
+    """The count in 1..most with the largest gain, if that rises and then falls."""
+    low, high = 1, most
+    while low < high:
+        middle = (low + high) // 2
+        if gain(middle) < gain(middle + 1):
+            low = middle + 1
+        else:
+            high = middle
+    near = [count for count in (low - 1, low, low + 1) if 1 <= count <= most]
+    return max(near, key=lambda count: (gain(count), -count))
+
+
+def _urgency(which: Bin) -> float:
+    return max(piece.urgency for piece in which.load.pieces)

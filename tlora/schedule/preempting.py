@@ -1,0 +1,75 @@
+"""Nobody starves: a job that has waited too long takes the GPUs of jobs that are ahead of their
+dues. These wait then, and become urgent in their turn."""
+
+from tlora.core.decision import Reasons
+from tlora.schedule.board import Bin, Board
+from tlora.schedule.grouping import place
+from tlora.schedule.pieces import Piece
+from tlora.schedule.pricing import load_of
+from tlora.schedule.settings import Settings
+
+AHEAD = 0.75
+"""A group gives way if the most urgent of its jobs is below this part of the waiting one's
+urgency."""
+
+QUANTUM_S = 300.0
+"""And none of its jobs was placed more recently than this."""
+
+
+def make_way(board: Board, settings: Settings) -> None:
+    waiting = [
+        piece
+        for name, piece in board.pieces.items()
+        if board.place[name] is None and piece.urgency > settings.starving
+    ]
+    waiting.sort(key=lambda piece: (-piece.urgency, piece.rank))
+    for piece in waiting[:1]:
+        _make_way_for(board, piece, settings)
+
+
+def _make_way_for(board: Board, piece: Piece, settings: Settings) -> None:
+    now = board.state.now
+    ahead = sorted(
+        (_urgency(which), which.name)
+        for which in board.bins.values()
+        if _urgency(which) < AHEAD * piece.urgency
+        and all(
+            each.job.group is not None and now - each.job.since_s >= QUANTUM_S
+            for each in which.load.pieces
+        )
+    )
+    alone = load_of([piece])
+    gpus = tuple(sorted(board.free))
+    gone: list[Bin] = []
+    useful = min(piece.figures.solo_plan.replicas, settings.max_replicas or len(board.cluster))
+    for _, name in ahead:
+        gone.append(board.bins[name])
+        gpus = (*gpus, *board.bins[name].gpus)
+        mine = gpus[-useful:]
+        priced = board.price(alone, mine)
+        if not priced.holds:
+            if len(gpus) > useful:
+                gone, gpus = [], tuple(sorted(board.free))
+            continue
+        evicted = [each for which in gone for each in which.load.pieces]
+        before = sum(which.priced.worth for which in gone)
+        board.rearrange([(which, None, (), None) for which in gone])
+        for each in evicted:
+            board.place[each.name] = None
+            board.why[each.name] = Reasons(
+                why=f"it is ahead of its due, and {piece.name} has waited too long"
+            )
+        board.open([piece], mine, priced)
+        board.why[piece.name] = Reasons(
+            why=f"it has waited {piece.job.waited_s:.0f} s and others are ahead of their dues",
+            before=before,
+            after=priced.worth,
+            slowdown=priced.breach * piece.job.request.slowdown_bound,
+        )
+        for each in sorted(evicted, key=lambda one: (-one.urgency, one.rank)):
+            place(board, each, settings.max_replicas)
+        return
+
+
+def _urgency(which: Bin) -> float:
+    return max(piece.urgency for piece in which.load.pieces)

@@ -1,0 +1,30 @@
+"""What can be set of a policy; a policy takes what it knows."""
+
+from dataclasses import dataclass
+
+from tlora.schedule.tolls import HORIZON_S
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    max_replicas: int | None = None
+    """GPUs that a group may have; None: as many as help. 1 where executors run single GPUs."""
+
+    horizon_s: float = HORIZON_S
+    """A regrouping must earn its cost within so long."""
+
+    min_stay_s: float = 60.0
+    """A running job is not moved again before."""
+
+    moves_per_hour: float = 4.0
+    """A job may be moved so often per hour of its life, and twice besides."""
+
+    starving: float = 2.0
+    """A waiting job whose urgency is above this may take the GPUs of jobs that are ahead."""
+
+    budget: int = 400
+    """Prices that one turn may ask for to improve on what was placed, per job placed at most this
+    and in all eight times this."""
+
+    audit: bool = False
+    """Count how often a scan would have found a better cut than the binary search; slower."""

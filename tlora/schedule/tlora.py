@@ -1,0 +1,149 @@
+"""Our policy: jobs grouped by what their groups have left, for the most GPUs' worth.
+
+A turn: place those that wait, most urgent first; improve on that; where some still wait, make
+room; where GPUs are left over, give them to who gains most; relieve jobs whose bounds are broken;
+and at ticks look whether whole groups should be merged. Jobs that run are moved only where that
+earns its cost, and not often.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from tlora.core.decision import Decision, Reasons, Refuse
+from tlora.core.event import Event, Tick
+from tlora.core.state import State
+from tlora.costs.groups import Costs
+from tlora.schedule.board import Board
+from tlora.schedule.grouping import CANDIDATES, place_waiting
+from tlora.schedule.improving import clear_out, exchange, improve, spread
+from tlora.schedule.merging import Merging
+from tlora.schedule.pieces import Piece, pieces_of
+from tlora.schedule.preempting import make_way
+from tlora.schedule.settings import Settings
+from tlora.schedule.tolls import Tolls
+
+PASSES = 4
+"""Of placing and improving, per turn."""
+
+RUNNING_LOOKED_AT = 4
+"""Running jobs, of the groups nearest to or beyond their bounds, that a turn tries to move."""
+
+SEEDS = 16
+"""Groups per base and tier that a tick tries to merge others into."""
+
+
+class Tlora:
+    def __init__(self, costs: Costs, settings: Settings | None = None, name: str = "tlora") -> None:
+        self.name = name
+        self.costs = costs
+        self.settings = settings or Settings()
+        self.tolls = Tolls(costs, self.settings.horizon_s)
+        self.merging = Merging(self.tolls, audit=self.settings.audit)
+
+    @property
+    def cut_misses(self) -> int:
+        return self.merging.misses
+
+    def decide(self, state: State, events: Sequence[Event]) -> list[Decision]:
+        refused = self._refused(state)
+        pieces = pieces_of(state, self.costs)
+        for decision in refused:
+            del pieces[decision.job]
+        if not pieces:
+            return list(refused)
+        board = Board(state, self.costs, pieces)
+        ticks = any(isinstance(event, Tick) for event in events)
+        self._place(board)
+        if any(name is None for name in board.place.values()):
+            make_way(board, self.settings)
+        if board.free:
+            movable = self._movable(board, _pressed(board))
+            spread(board, self.tolls, {piece.name for piece in movable}, self._widest)
+        self._relieve(board)
+        if ticks:
+            movable = self._movable(board, pieces.values())
+            names = {piece.name for piece in movable}
+            self.merging.merge(board, names, self._widest, SEEDS)
+        return [*refused, *board.decisions(everywhere=ticks)]
+
+    @property
+    def _widest(self) -> int | None:
+        return self.settings.max_replicas
+
+    def _place(self, board: Board) -> None:
+        """Those that wait; on paper they may be moved about until it is good."""
+        arrived = [piece for piece in board.pieces.values() if piece.job.group is None]
+        budget = self.settings.budget * 8
+        for _ in range(PASSES):
+            helped = bool(place_waiting(board, self._widest))
+            placed = [piece for piece in arrived if board.place[piece.name] is not None]
+            if not placed or budget <= 0:
+                return
+            asked = board.pricing.asked
+            most = min(budget, self.settings.budget * len(placed))
+            improve(board, self.tolls, placed, budget=most, widest=self._widest)
+            if len(placed) > 1:
+                helped |= clear_out(
+                    board, self.tolls, placed, tries=CANDIDATES, widest=self._widest
+                )
+            if len(placed) < len(arrived):
+                helped |= exchange(board, placed)
+            elif len(placed) == 1:
+                return
+            if not helped:
+                return
+            budget -= board.pricing.asked - asked
+
+    def _relieve(self, board: Board) -> None:
+        """Jobs of groups whose bounds are broken, because dues rose or a GPU became slow."""
+        broken = [
+            piece
+            for base in board.bases
+            for which in board.pressed(base, RUNNING_LOOKED_AT)
+            if not which.priced.holds
+            for piece in which.load.pieces
+        ]
+        if broken:
+            those = self._movable(board, broken)[:RUNNING_LOOKED_AT]
+            improve(board, self.tolls, those, budget=self.settings.budget, widest=self._widest)
+
+    def _movable(self, board: Board, pieces: Iterable[Piece]) -> list[Piece]:
+        """Those that may be moved now: not just placed, not moved too often."""
+        now, settings = board.state.now, self.settings
+        return [
+            piece
+            for piece in pieces
+            if piece.job.group is None
+            or (
+                now - piece.job.since_s >= settings.min_stay_s
+                and piece.job.moves
+                < 2 + (now - piece.job.request.arrival_s) / 3600 * settings.moves_per_hour
+            )
+        ]
+
+    def _refused(self, state: State) -> list[Refuse]:
+        """Jobs that would not fit on a GPU by themselves."""
+        result: list[Refuse] = []
+        for job in state.waiting():
+            request = job.request
+            base = self.costs.base(request.base)
+            figures = self.costs.figures(request)
+            bucket = base.buckets[0]
+            memory = base.memory_bytes(
+                rows=base.rows(min(figures.mean_length, bucket), bucket),
+                longest=figures.longest,
+                bucket=bucket,
+                parameters=figures.parameters,
+            )
+            if not base.fits(memory):
+                why = f"alone it would take {memory / 2**30:.1f} GiB of a GPU"
+                result.append(Refuse(job=job.name, reasons=Reasons(why=why, bound_by="memory")))
+        return result
+
+
+def _pressed(board: Board) -> list[Piece]:
+    return [
+        piece
+        for base in board.bases
+        for which in board.pressed(base, CANDIDATES)
+        for piece in which.load.pieces
+    ]
