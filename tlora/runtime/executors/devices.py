@@ -65,8 +65,8 @@ class Devices(Protocol):
         """One that was lost."""
         ...
 
-    def close(self) -> None:
-        """Stops all of them, their jobs checkpointed."""
+    def close(self) -> list[tuple[int, Message]]:
+        """Stops all of them, their jobs checkpointed; what they said meanwhile."""
         ...
 
 
@@ -173,7 +173,8 @@ class DeviceExecutor:
                 self._forget(job)
 
     def close(self) -> None:
-        self.devices.close()
+        for device, message in self.devices.close():
+            self._watch(device, message)
 
     def _cannot_run(self, decision: Start) -> None:
         now = self.clock.now()

@@ -42,9 +42,11 @@ class InThisProcess:
     def restart(self, device: int) -> None:
         raise AssertionError("a worker of this process is not lost alone")
 
-    def close(self) -> None:
+    def close(self) -> list[tuple[int, Message]]:
         for worker in self._workers:
             worker.obey(Stop())
+        told, self._inbox = self._inbox, []
+        return told
 
     def _told(self, device: int, message: Message) -> None:
         self._inbox.append((device, message))

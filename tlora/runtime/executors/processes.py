@@ -75,13 +75,16 @@ class WorkerProcesses:
         assert self._workers[device].lost, f"device {device} is there"
         self._workers[device] = self._started(self._settings[device])
 
-    def close(self) -> None:
+    def close(self) -> list[tuple[int, Message]]:
         for device, worker in enumerate(self._workers):
             if not worker.lost:
                 self.send(device, Stop())
         end = time.monotonic() + CLOSE_S
-        for worker in self._workers:
-            worker.join(max(0.1, end - time.monotonic()))
+        return [
+            (device, message)
+            for device, worker in enumerate(self._workers)
+            for message in worker.last_words(max(0.1, end - time.monotonic()))
+        ]
 
     def pid(self, device: int) -> int:
         found = self._workers[device].process.pid
@@ -118,17 +121,19 @@ class _Handle:
             return f"its process was ended by {signal.Signals(-code).name}"
         return f"its process ended with code {code}"
 
-    def join(self, timeout_s: float) -> None:
+    def last_words(self, timeout_s: float) -> list[Message]:
+        """Until it has ended, by itself or because time was up."""
+        said: list[Message] = []
         if not self.lost:
-            # What it says at the end must be read, or it waits for room in the pipe for ever.
             end = time.monotonic() + timeout_s
             with suppress(EOFError, OSError):
                 while self.connection.poll(max(0.0, end - time.monotonic())):
-                    self.connection.recv_bytes()
-        self.process.join(0.5)
+                    said += messages_of(self.connection.recv_bytes())
+        self.process.join(1.0)
         if self.process.is_alive():
             self.process.terminate()
-            self.process.join(timeout_s)
+            self.process.join()
+        return said
 
 
 def serve(

@@ -15,7 +15,7 @@ import torch
 from tlora.config import load_spec
 from tlora.core.errors import JobFailed, TloraError
 from tlora.core.job import JobSpec, RunSpec
-from tlora.data.prepare import Preparer
+from tlora.data.prepare import PreparedData, Preparer
 from tlora.model.loading import load_tokenizer
 from tlora.runtime.directory import JobResult, RunDirectory
 from tlora.runtime.environment import cache_directory, quieten_libraries
@@ -38,7 +38,7 @@ from tlora.runtime.executors.messages import (
 from tlora.runtime.recording import Recorder
 from tlora.runtime.resuming import resumption
 from tlora.runtime.sinks import Sinks
-from tlora.runtime.training import adapter_start, enter_job, load_super_model
+from tlora.runtime.training import adapter_start, enter_job, load_super_model, show_exact
 from tlora.training.compose import Kind
 from tlora.training.driver import JobDriver
 from tlora.training.engine import Engine
@@ -46,6 +46,9 @@ from tlora.training.loop import run_jobs
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
 
 Tell = Callable[[Message], None]
+
+QUIET = ("saved at step", "saved where they are", "goes on after step", "go on where they stopped")
+"""A job that moves is saved and goes on; where that is news, whoever leads the run says it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,7 @@ class Worker:
         self.settings = settings
         self.tell = tell
         self.spec: RunSpec = load_spec(settings.directory / "resolved.yaml")
+        self._preparer = Preparer(load_tokenizer(self.spec.base), cache_dir=cache_directory())
         self.model = load_super_model(self.spec, torch.device(settings.device))
         exact = settings.exact_tokens
         self.engine = Engine(
@@ -86,9 +90,11 @@ class Worker:
             _ToldProgress(tell),
             Sinks(self.spec.report_to, settings.directory, lambda line: tell(Said((line,)))),
         )
+        if exact is not None:
+            # It may put products into tiles, which is done to a model, not to a run.
+            show_exact(self.model, self.spec, self._all_data(), exact)
         self.drivers: dict[str, JobDriver] = {}
         self.stopped = False
-        self._preparer = Preparer(load_tokenizer(self.spec.base), cache_dir=cache_directory())
         self._watched = _Watched(self.recorder)
         tell(Ready(time.perf_counter() - started))
 
@@ -183,6 +189,9 @@ class Worker:
             found = {job.name: job for job in self.spec.jobs}
         return found[name]
 
+    def _all_data(self) -> dict[str, PreparedData]:
+        return {job.name: self._preparer.prepare(job) for job in self.spec.jobs}
+
     def _set_bucket(self, bucket: int) -> None:
         if self.settings.exact_tokens is None:
             self.engine.budget_tokens = min(bucket, self.settings.limit_tokens or bucket)
@@ -231,11 +240,9 @@ class _ToldProgress:
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
-        self._quiet = ("saved at step", "jobs saved where they are")
 
     def say(self, *lines: str) -> None:
-        # A move is no news to a person, nor is that its checkpoint was written.
-        kept = tuple(line for line in lines if not any(each in line for each in self._quiet))
+        kept = tuple(line for line in lines if not any(each in line for each in QUIET))
         if kept:
             self._tell(Said(kept))
 
