@@ -169,7 +169,7 @@ class Restless:
 
 def test_a_job_moves_between_live_groups_of_two_processes(new_run, tmp_path) -> None:
     """By detach and attach; it and its neighbours end where they would have ended."""
-    spec, root = new_run("a", "b", max_steps=60)
+    spec, root = new_run("a", "b", max_steps=300)
     train(spec, output=tmp_path / "alone")
     turns, state = run_loop(spec, processes(root), Restless())
     moves = [each for turn in turns for each in turn.decisions if isinstance(each, Move)]
