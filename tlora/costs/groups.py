@@ -23,6 +23,7 @@ from tlora.core.cluster import Cluster, Link, Tier
 from tlora.core.errors import SpecError
 from tlora.core.plan import Plan
 from tlora.core.request import JobRequest
+from tlora.costs.memory import BYTES_PER_ADAPTER_PARAMETER
 from tlora.costs.predict import adapter_parameters, rows_of
 from tlora.costs.profile import Profile
 
@@ -138,6 +139,10 @@ class BaseCosts:
             for bucket in self.buckets
         }
         self._usable_bytes = usable_bytes
+        at_nothing = profile.memory.bytes(rows=0.0, adapter_parameters=0.0)
+        self._knows_memory = at_nothing is not None
+        self._constant_bytes = at_nothing or 0.0
+        self._row_bytes = profile.memory.row_bytes or 0.0
 
     def rows(self, tokens: float, bucket: int) -> float:
         """With the padding up to a size of this budget; as `rows_of`, but faster."""
@@ -179,8 +184,12 @@ class BaseCosts:
 
     def memory_bytes(self, *, rows: float, longest: int, bucket: int, parameters: float) -> float:
         """At the peak, on the fullest GPU; 0 where it is not known."""
-        rows = max(rows, self.rows(float(longest), bucket))
-        return self.profile.memory.bytes(rows=rows, adapter_parameters=parameters) or 0.0
+        if not self._knows_memory:
+            return 0.0
+        if longest > rows:
+            rows = self.rows(float(longest), bucket)
+        adapters = BYTES_PER_ADAPTER_PARAMETER * parameters
+        return self._constant_bytes + self._row_bytes * rows + adapters
 
     def fits(self, memory_bytes: float) -> bool:
         return self._usable_bytes is None or memory_bytes <= self._usable_bytes
@@ -210,6 +219,13 @@ class Costs:
             for base, each in profiles.items()
         }
         self._figures: dict[str, JobFigures] = {}
+        self._links: dict[tuple[int, ...], Link | None] = {}
+
+    def link(self, gpus: tuple[int, ...]) -> Link | None:
+        """Between these; None within one GPU."""
+        if gpus not in self._links:
+            self._links[gpus] = self.cluster.link(self.cluster.tier(gpus))
+        return self._links[gpus]
 
     def base(self, name: str) -> BaseCosts:
         if name not in self._bases:

@@ -166,39 +166,64 @@ def split_gpus(board: Board, donor: Bin, count: int) -> tuple[tuple[int, ...], t
 
 
 def trade_gpus(board: Board, widest: int | None = None) -> bool:
-    """One or more GPUs from the wide group that loses least to the group that gains most."""
+    """GPUs from the wide groups that lose least by it to groups of this turn that gain most."""
+    takers = [board.bins[name] for name in sorted(board.touched) if name in board.bins]
+    takers = [each for each in takers if useful_replicas(each.load) > len(each.gpus)]
     helped = False
-    for taker in [each for base in board.bases for each in board.pressed(base, CANDIDATES)]:
-        if taker.name not in board.bins:
-            continue
-        best: tuple[float, Bin, tuple[int, ...], Priced, tuple[int, ...], Priced] | None = None
-        for donor in board.widest(CANDIDATES):
-            if donor is taker:
+    for taker in takers[:CANDIDATES]:
+        best: tuple[float, Gift, tuple[int, ...], Priced] | None = None
+        for gift in gifts(board, taker):
+            width = len(taker.gpus) + len(gift.given)
+            if width > min(useful_replicas(taker.load), widest or width):
                 continue
-            for count in {1, 2, len(donor.gpus) // 2}:
-                if count >= len(donor.gpus):
-                    continue
-                kept, given = split_gpus(board, donor, count)
-                width = len(taker.gpus) + count
-                if width > min(useful_replicas(taker.load), widest or width):
-                    continue
-                rest = board.price(donor.load, kept)
-                if not rest.holds:
-                    continue
-                more = board.price(taker.load, (*taker.gpus, *given))
-                gain = rest.worth + more.worth - donor.priced.worth - taker.priced.worth
-                if gain > EPSILON and more.fits and (best is None or gain > best[0]):
-                    best = (gain, donor, kept, rest, (*taker.gpus, *given), more)
+            gpus = (*taker.gpus, *gift.given)
+            more = board.price(taker.load, gpus)
+            gain = more.worth - taker.priced.worth - gift.loss
+            if gain > EPSILON and more.fits and (best is None or gain > best[0]):
+                best = (gain, gift, gpus, more)
         if best is not None:
-            _, donor, kept, rest, gpus, more = best
+            _, gift, gpus, more = best
+            donor, rest = gift.donor, gift.priced
             before = donor.priced.worth + taker.priced.worth
-            board.resize(donor, kept, rest)
+            board.resize(donor, gift.kept, rest)
             board.resize(taker, gpus, more)
             why = f"{taker.name} makes more of GPUs than {donor.name}"
             for each in (donor, taker):
                 each.reasons = Reasons(why=why, before=before, after=rest.worth + more.worth)
             helped = True
     return helped
+
+
+@dataclass(frozen=True, slots=True)
+class Gift:
+    """GPUs that a wide group could do without."""
+
+    loss: float
+    donor: Bin
+    kept: tuple[int, ...]
+    given: tuple[int, ...]
+    priced: Priced
+    """Of the donor, after it."""
+
+
+GIFTS = 6
+"""Looked at, those that lose least."""
+
+
+def gifts(board: Board, taker: Bin | None) -> list[Gift]:
+    found: list[Gift] = []
+    for donor in board.widest(GIFTS):
+        if donor is taker:
+            continue
+        for count in sorted({1, 2, len(donor.gpus) // 2}):
+            if count >= len(donor.gpus):
+                continue
+            kept, given = split_gpus(board, donor, count)
+            rest = board.price(donor.load, kept)
+            if rest.holds:
+                found.append(Gift(donor.priced.worth - rest.worth, donor, kept, given, rest))
+    found.sort(key=lambda each: each.loss / len(each.given))
+    return found[:GIFTS]
 
 
 def useful_replicas(load: Load) -> int:
