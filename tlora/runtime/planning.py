@@ -18,7 +18,7 @@ from tlora.core.plan import Plan
 from tlora.core.records import as_json
 from tlora.core.request import JobRequest
 from tlora.core.state import GroupState, State
-from tlora.costs.groups import Costs
+from tlora.costs.groups import Costs, Kernel
 from tlora.costs.profile import Profile, read_profile, shipped_profiles
 from tlora.model.loading import load_shape, resolve_device
 from tlora.model.targets import find_targets
@@ -129,7 +129,7 @@ def plan_requests(
     settings: Settings | None = None,
 ) -> RunPlan:
     """What the policy decides with all of them there at once and nothing running."""
-    costs = new_costs(chosen.profile, requests, cluster, policy=policy)
+    costs = new_costs(chosen.profile, requests, cluster, kernel=POLICIES[policy].kernel)
     state = State(cluster)
     arrivals = [Arrival(0.0, request) for request in requests]
     for arrival in arrivals:
@@ -158,10 +158,10 @@ def check_policy(name: str) -> None:
 
 
 def new_costs(
-    profile: Profile, requests: Sequence[JobRequest], cluster: Cluster, *, policy: str
+    profile: Profile, requests: Sequence[JobRequest], cluster: Cluster, *, kernel: Kernel = "fused"
 ) -> Costs:
     bases = {request.base for request in requests}
-    return Costs(dict.fromkeys(bases, profile), cluster, kernel=POLICIES[policy].kernel)
+    return Costs(dict.fromkeys(bases, profile), cluster, kernel=kernel)
 
 
 def choose_profile(spec: RunSpec, asked: str | None, device: torch.device) -> ChosenProfile:

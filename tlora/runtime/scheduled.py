@@ -109,7 +109,8 @@ def train_on_devices(
         lead = Lead(spec, data, directory, progress)
         requests = requests_of(lead.unfinished, data, targets, base=spec.base.model)
         cluster = uniform_cluster(devices, per_node=devices)
-        costs = new_costs(chosen.profile, requests, cluster, policy=policy)
+        # Whoever decides, workers run the fused kernels.
+        costs = new_costs(chosen.profile, requests, cluster)
         number = spec.engine.nano_batch_tokens
         limit = None if isinstance(number, str) else number
         exact = budget if spec.engine.isolation == "exact" else None
