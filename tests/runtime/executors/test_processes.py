@@ -87,7 +87,7 @@ def assert_same_adapters(spec: RunSpec, root: Path, reference: Path) -> None:
     for job in spec.jobs:
         ours = adapter(root, job.name)
         for key, expected in adapter(reference, job.name).items():
-            assert (ours[key] - expected).abs().max() <= 1e-5 * expected.abs().max(), (job, key)
+            assert (ours[key] - expected).abs().max() <= 1e-3 * expected.abs().max(), (job, key)
 
 
 def test_jobs_over_two_processes_train_as_on_one_device_and_replay(new_run, tmp_path) -> None:
