@@ -41,6 +41,7 @@ from tlora.runtime.executors.messages import (
     Stepped,
 )
 from tlora.runtime.executors.processes import WorkerProcesses
+from tlora.runtime.executors.rates import RateWatch
 from tlora.runtime.executors.worker import WorkerSettings, no_result
 from tlora.runtime.interrupts import interruptible
 from tlora.runtime.live import choose_progress
@@ -57,6 +58,7 @@ from tlora.runtime.training import (
     show_exact,
 )
 from tlora.schedule import Settings, make_policy
+from tlora.schedule.fairness import fair_gpus
 from tlora.store.sqlite import SqliteStore
 from tlora.training.checkpoint import checkpoints
 from tlora.training.compose import Kind
@@ -132,6 +134,7 @@ def train_on_devices(
         )
         with interruptible(on_first=progress.on_interrupt) as interrupt:
             clock = WallClock()
+            state = State(cluster)
             executor = DeviceExecutor(
                 workers,
                 clock=clock,
@@ -139,17 +142,18 @@ def train_on_devices(
                 saved_steps=lambda job: saved_steps(directory, job),
                 watch=lead.hear,
                 should_stop=interrupt,
+                rates=RateWatch(costs, fair_gpus=lambda: fair_gpus(state)),
             )
             lead.clock = clock
             loop = Loop(
-                state=State(cluster),
+                state=state,
                 policy=make_policy(policy, costs, SETTINGS),
                 executor=executor,
                 store=store,
                 clock=clock,
             )
             try:
-                while (loop.state.jobs or not executor.idle) and not interrupt():
+                while (state.jobs or not executor.idle) and not interrupt():
                     loop.step()
             finally:
                 executor.close()
@@ -160,7 +164,7 @@ def train_on_devices(
         directory.close()
     leave_report(directory.root, progress)
     progress.finish(list(lead.results.values()), directory.root)
-    return RunResult(directory.root, lead.results, interrupted=bool(loop.state.jobs))
+    return RunResult(directory.root, lead.results, interrupted=bool(state.jobs))
 
 
 def device_names(device: torch.device, count: int) -> list[str]:

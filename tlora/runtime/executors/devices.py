@@ -37,6 +37,10 @@ from tlora.runtime.executors.messages import (
     Stepped,
     Tune,
 )
+from tlora.runtime.executors.rates import RateWatch, Running
+
+RATES_S = 5.0
+"""Rates are looked at so often."""
 
 POLL_S = 0.2
 """How long a wish to stop may go unseen."""
@@ -75,6 +79,9 @@ class _Place:
     """Where a job is."""
 
     device: int
+    attached: bool = False
+    """The worker has said so."""
+
     leaving: bool = False
 
 
@@ -103,16 +110,20 @@ class DeviceExecutor:
         saved_steps: Callable[[str], int] = lambda job: 0,
         watch: Callable[[int, Message], None] = lambda device, message: None,
         should_stop: Callable[[], bool] = lambda: False,
+        rates: RateWatch | None = None,
     ) -> None:
         """`saved_steps`: what the newest checkpoint of a job has. `watch` is told every message.
-        `should_stop`: `wait` returns early, with nothing, once it says so."""
+        `should_stop`: `wait` returns early, with nothing, once it says so. `rates` finds who is
+        slower than expected."""
         self.devices = devices
         self.clock = clock
         self._coming = sorted(arrivals, key=lambda request: request.arrival_s)
         self._saved_steps = saved_steps
         self._watch = watch
         self._should_stop = should_stop
-        self._here: set[str] = set()
+        self._rates = rates
+        self._rates_due = 0.0
+        self._here: dict[str, JobRequest] = {}
         """Jobs that have arrived and are not over."""
 
         self._steps: dict[str, float] = {}
@@ -145,6 +156,7 @@ class DeviceExecutor:
             for device, message in self.devices.receive(min(max(left, 0.0), POLL_S)):
                 self._watch(device, message)
                 self._heard(device, message)
+            self._events += self._slow_ones()
         events, self._events = self._events, []
         return events
 
@@ -221,6 +233,8 @@ class DeviceExecutor:
         match message:
             case Attached(job=job, step=step):
                 self._steps[job] = float(step)
+                if job in self._places:
+                    self._places[job].attached = True
             case Stepped(job=job, step=step):
                 self._steps[job] = float(step)
                 self._losses.pop(device, None)
@@ -271,18 +285,41 @@ class DeviceExecutor:
             self._events += [JobFailure(now, job, why) for job in sorted(self._here)]
             self._coming.clear()
 
+    def _slow_ones(self) -> list[Event]:
+        now = self.clock.now()
+        if self._rates is None or now < self._rates_due:
+            return []
+        self._rates_due = now + RATES_S
+        jobs: dict[int, list[str]] = {}
+        for job, wish in self._wishes.items():
+            place = self._places.get(job)
+            if place is not None and place.device == wish.device and place.attached:
+                jobs.setdefault(wish.device, []).append(job)
+        return self._rates.check(
+            now,
+            {
+                device: Running(
+                    requests=tuple(self._here[job] for job in each),
+                    weights=tuple(self._wishes[job].weight for job in each),
+                    bucket=self._groups[self._wishes[each[0]].group].bucket,
+                    steps=tuple(self._steps[job] for job in each),
+                )
+                for device, each in jobs.items()
+            },
+        )
+
     def _arrived(self) -> list[Event]:
         now = self.clock.now()
         events: list[Event] = []
         while self._coming and self._coming[0].arrival_s <= now:
             request = self._coming.pop(0)
-            self._here.add(request.name)
+            self._here[request.name] = request
             self._steps[request.name] = float(self._saved_steps(request.name))
             events.append(Arrival(now, request))
         return events
 
     def _forget(self, job: str) -> None:
-        self._here.discard(job)
+        self._here.pop(job, None)
         self._wishes.pop(job, None)
         self._places.pop(job, None)
         self._steps.pop(job, None)
