@@ -82,6 +82,7 @@ MEMORY_JOBS = 6
 and a policy that fills memory would have nothing to do."""
 
 LIMITS_PCT = {"makespan_s": 5.0, "jct_mean_s": 5.0, "jct_p99_s": 10.0}
+WARM_TOKENS = 1024
 NEVER = 1_000_000
 """Steps of jobs that are stopped before."""
 
@@ -222,8 +223,10 @@ def profile_into(path: str, seconds: float) -> None:
     write_profile(run_profile(settings, command, lambda text: None), Path(path))
 
 
-def new_spec(jobs: Sequence[dict[str, Any]]) -> RunSpec:
-    return load_spec({"base": {"model": BASE}, "engine": {"device": "cpu"}, "jobs": list(jobs)})
+def new_spec(jobs: Sequence[dict[str, Any]], *, warm: int = 0) -> RunSpec:
+    """With as many jobs more as workers are to be warmed."""
+    more = [new_job(f"warm-{i}", i, rank=8, batch=8, steps=10) for i in range(warm)]
+    return load_spec({"base": {"model": BASE}, "engine": {"device": "cpu"}, "jobs": [*jobs, *more]})
 
 
 def new_job(name: str, number: int, *, rank: int, batch: int, steps: int) -> dict[str, Any]:
@@ -259,14 +262,22 @@ def run_directory(spec: RunSpec, root: Path) -> Path:
 
 
 def ready_workers(root: Path, count: int) -> WorkerProcesses:
-    """Base loaded, nothing attached."""
+    """Base loaded and warm, nothing attached: what a process does once in its life is no matter of
+    scheduling."""
     workers = WorkerProcesses([WorkerSettings(root, "cpu")] * count)
-    waited = set(range(count))
-    while waited:
-        for device, message in workers.receive(60.0):
-            assert not isinstance(message, Lost), message
-            if isinstance(message, Ready):
-                waited.discard(device)
+
+    def wait_for(kind: type[Message]) -> None:
+        waited = set(range(count))
+        while waited:
+            for device, message in workers.receive(60.0):
+                assert not isinstance(message, Lost), message
+                if isinstance(message, kind):
+                    waited.discard(device)
+
+    wait_for(Ready)
+    for device in range(count):
+        workers.send(device, Attach(f"warm-{device}", 1.0, WARM_TOKENS))
+    wait_for(Ended)
     return workers
 
 
@@ -289,7 +300,7 @@ def calibrate(profile: Profile, workers: int, seconds: float, work: Path) -> Ove
         for device in range(workers)
         for number in range(4)
     ]
-    spec = new_spec([*jobs, *ends])
+    spec = new_spec([*jobs, *ends], warm=workers)
     requests = {request.name: request for request in requests_for(spec)}
     costs = Costs({BASE: profile}, uniform_cluster(workers))
     bucket = profile.budget_tokens
@@ -410,13 +421,13 @@ def workload(
     for draft, request, each in zip(drafts, requests_for(new_spec(drafts)), seconds, strict=True):
         steps = max(5, round(each / costs.figures(request).solo_step_s))
         draft["train"]["max_steps"] = steps
-    spec = new_spec(drafts)
+    spec = new_spec(drafts, warm=options.workers)
     span = float(seconds.sum()) / options.workers / options.load
     arrivals = np.sort(generator.uniform(0.0, span, options.jobs))
     arrivals[0] = 0.0
     requests = [
         replace(request, arrival_s=round(float(at), 3))
-        for request, at in zip(requests_for(spec), arrivals, strict=True)
+        for request, at in zip(requests_for(new_spec(drafts)), arrivals, strict=True)
     ]
     return spec, requests, Costs({BASE: with_memory(profile, requests)}, cluster)
 

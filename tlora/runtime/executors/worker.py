@@ -77,7 +77,11 @@ class Worker:
         self.tell = tell
         self.spec: RunSpec = load_spec(settings.directory / "resolved.yaml")
         self._preparer = Preparer(load_tokenizer(self.spec.base), cache_dir=cache_directory())
-        self.model = load_super_model(self.spec, torch.device(settings.device))
+        device = torch.device(settings.device)
+        if device.type == "cuda":
+            # Kernels are launched on the current device, whatever their tensors are on.
+            torch.cuda.set_device(device)
+        self.model = load_super_model(self.spec, device)
         exact = settings.exact_tokens
         self.engine = Engine(
             self.model, budget_tokens=exact or settings.limit_tokens or 1, exact=exact is not None
