@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from io import StringIO
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from support.runs import job_file, write_rows
 
-from tlora.config import load_spec
+from tlora.config import dump_spec, load_spec
 from tlora.control import Turn
 from tlora.control.protocols import turn_of_json
 from tlora.control.replay import replay
@@ -28,6 +30,8 @@ from tlora.schedule import make_policy
 from tlora.store.sqlite import SqliteStore
 
 pytestmark = pytest.mark.multi_process
+
+LEAD_RUNNER = Path(__file__).parents[1] / "support" / "lead_runner.py"
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +144,36 @@ def test_an_interrupted_run_goes_on_with_the_same_command(base: Path, tmp_path: 
     assert_same_results(spec, root, tmp_path / "alone", tolerance=0.0)
     steps = [json.loads(line)["step"] for line in (root / "a" / "metrics.jsonl").open()]
     assert steps == list(range(1, 151))
+
+
+def test_workers_end_with_a_leader_that_is_killed(base: Path, tmp_path: Path) -> None:
+    """With SIGKILL; the store has whole turns, and the same command gives the bits of a run that
+    was never killed."""
+    rows = str(write_rows(tmp_path / "rows.jsonl", 16))
+    jobs = [
+        {"name": name, "data": {"path": rows}, "train": {"max_steps": 150, "seed": seed}}
+        for seed, name in enumerate("ab")
+    ]
+    engine = {"device": "cpu", "isolation": "exact", "nano_batch_tokens": 128}
+    spec = load_spec(job_file(base, *jobs, engine=engine), ["save.steps=10"])
+    train(spec, output=tmp_path / "alone", progress=ProgressLines(StringIO()))
+    file, root = tmp_path / "jobs.yaml", tmp_path / "run"
+    file.write_text(dump_spec(spec))
+    leader = subprocess.Popen(
+        [sys.executable, str(LEAD_RUNNER), str(file), str(root)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert leader.stdout is not None
+    assert any(line.startswith("step") and line.endswith(" 30\n") for line in leader.stdout)
+    leader.kill()
+    leader.wait()
+    # The pipe of its output closes when the last process that holds it is gone.
+    leader.stdout.read()
+    store: SqliteStore[Turn] = SqliteStore(root / "state.sqlite", decode=turn_of_json)
+    assert {row.status for row in store.jobs()} == {"running"}
+    store.close()
+    again = train_on_devices(spec, output=root, devices=2, progress=ProgressLines(StringIO()))
+    assert not again.failed
+    assert_same_results(spec, root, tmp_path / "alone", tolerance=0.0)
