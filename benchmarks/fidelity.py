@@ -40,6 +40,7 @@ from tlora.core.job import RunSpec
 from tlora.core.plan import Plan
 from tlora.core.request import JobRequest
 from tlora.core.state import State
+from tlora.costs.fit import non_negative_least_squares
 from tlora.costs.groups import Costs
 from tlora.costs.profile import Profile, read_profile, write_profile
 from tlora.model.loading import load_shape
@@ -77,6 +78,9 @@ BATCHES = (1, 2, 4, 8)
 POLICIES = ("tlora", "solo", "tlora-no-scheduler")
 SETTINGS = Settings(max_replicas=1, min_stay_s=10.0)
 TICK_S = 10.0
+ROUNDS = 3
+"""Of the calibration; medians count."""
+
 MEMORY_JOBS = 6
 """So many jobs of the mean fit into the memory that a device is said to have: a CPU would hold all,
 and a policy that fills memory would have nothing to do."""
@@ -92,7 +96,14 @@ class Overheads:
     """What workers add to a profile."""
 
     factor: float
+    """On all times of the profile."""
+
     round_s: float
+    """More for every nano-batch."""
+
+    job_s: float
+    """More for every job that steps after it."""
+
     attach_s: float
     detach_s: float
     end_s: float
@@ -103,8 +114,8 @@ class Overheads:
     def line(self) -> str:
         pauses = {"attach": self.attach_s, "detach": self.detach_s, "end": self.end_s}
         return (
-            f"workers: x {self.factor:.3f} + {self.round_s * 1e3:.2f} ms a nano-batch (worst group "
-            f"{self.worst_pct:+.1f} %), "
+            f"workers: x {self.factor:.3f} + {self.round_s * 1e3:.2f} ms a nano-batch + "
+            f"{self.job_s * 1e3:.2f} ms a step (worst group {self.worst_pct:+.1f} %), "
             + ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in pauses.items())
         )
 
@@ -122,7 +133,7 @@ class Overheads:
             steps=replace(
                 steps,
                 pass_s=steps.pass_s * self.factor,
-                job_s=steps.job_s * self.factor,
+                job_s=steps.job_s * self.factor + self.job_s,
                 parameter_s=steps.parameter_s * self.factor,
             ),
             # A group's end is the end of its last job, whose adapter is written while its device
@@ -197,7 +208,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--profile", type=Path, help="a profile of this machine, made before")
     parser.add_argument("--keep-profile", type=Path, help="write the measured profile here")
     parser.add_argument("--profile-seconds", type=float, default=60.0)
-    parser.add_argument("--calibration-seconds", type=float, default=5.0, help="for each group")
+    parser.add_argument(
+        "--calibration-seconds", type=float, default=3.0, help="for each group, each time"
+    )
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -305,44 +318,45 @@ def calibrate(profile: Profile, workers: int, seconds: float, work: Path) -> Ove
     costs = Costs({BASE: profile}, uniform_cluster(workers))
     bucket = profile.budget_tokens
     devices = ready_workers(run_directory(spec, work / "calibration"), workers)
-    predicted: list[float] = []
-    measured: list[float] = []
+    generator = np.random.Generator(np.random.PCG64(1))
+    seen: dict[tuple[int, int], list[float]] = {}
     attaches: list[float] = []
     detaches: list[float] = []
     try:
-        for group in groups:
+        # Every round in an order of its own, so that a machine that gets slower does so for all.
+        for place in [each for _ in range(ROUNDS) for each in generator.permutation(len(groups))]:
+            group = groups[place]
             names = [[f"c{device}-{number}" for number in group] for device in range(workers)]
             heard = conversation(devices, names, bucket, seconds)
             attaches += [each.seconds for _, _, each in heard if isinstance(each, Attached)]
             detaches += [each.seconds for _, _, each in heard if isinstance(each, Detached)]
             for device in range(workers):
-                together = [requests[name] for name in names[device]]
-                weights = [1.0] * len(together)
-                tier = costs.cluster.tier([device])
-                round_s = costs.predict(together, weights, Plan(bucket=bucket), tier).round_s
-                predicted.append(round_s)
-                measured.append(round_seconds(heard, device, names[device]))
+                found = round_seconds(heard, device, names[device])
+                seen.setdefault((int(place), device), []).append(found)
         ended = endings(devices, workers, bucket)
     finally:
         devices.close()
+    rows: list[tuple[float, float, float]] = []
+    for place, device in seen:
+        together = [requests[f"c{device}-{number}"] for number in groups[place]]
+        weights = [1.0] * len(together)
+        found = costs.predict(together, weights, Plan(bucket=bucket), costs.cluster.tier([device]))
+        rows.append((found.round_s, 1.0, sum(found.steps_per_s) * found.round_s))
+    measured = np.array([statistics.median(each) for each in seen.values()])
+    features = np.array(rows)
     # Relative errors, so that small groups count as much as large ones.
-    rows = np.array([[p / m, 1 / m] for p, m in zip(predicted, measured, strict=True)])
-    factor, round_s = np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0]
-    if round_s < 0:
-        factor, round_s = float(np.median(np.array(measured) / np.array(predicted))), 0.0
-    errors = [
-        (factor * p + round_s) / m * 100 - 100 for p, m in zip(predicted, measured, strict=True)
-    ]
-    for place, error in enumerate(errors):
-        size = len(groups[place // workers])
-        say(f"  a group of {size}: predicted with the overheads {error:+.1f} %")
+    fitted = non_negative_least_squares(features / measured[:, None], np.ones(len(measured)))
+    errors = (features @ fitted / measured - 1) * 100
+    for (place, _), error in zip(seen, errors, strict=True):
+        say(f"  a group of {len(groups[place])}: predicted with the overheads {error:+.1f} %")
     return Overheads(
-        factor=float(factor),
-        round_s=float(round_s),
+        factor=float(fitted[0]),
+        round_s=float(fitted[1]),
+        job_s=float(fitted[2]),
         attach_s=statistics.median(attaches),
         detach_s=statistics.median(detaches),
         end_s=statistics.median(ended),
-        worst_pct=max(errors, key=abs),
+        worst_pct=float(max(errors, key=abs)),
     )
 
 

@@ -19,6 +19,7 @@ from tlora.core.clock import WallClock
 from tlora.core.cluster import uniform_cluster
 from tlora.core.errors import SpecError
 from tlora.core.job import JobSpec, RunSpec
+from tlora.core.request import JobRequest
 from tlora.core.state import State
 from tlora.costs.profile import as_json as profile_as_json
 from tlora.data.prepare import PreparedData
@@ -45,7 +46,7 @@ from tlora.runtime.executors.rates import RateWatch
 from tlora.runtime.executors.worker import WorkerSettings, no_result
 from tlora.runtime.interrupts import interruptible
 from tlora.runtime.live import choose_progress
-from tlora.runtime.planning import check_policy, choose_profile, new_costs
+from tlora.runtime.planning import ChosenProfile, check_policy, choose_profile, new_costs
 from tlora.runtime.progress import MANY_JOBS, Progress
 from tlora.runtime.requests import requests_of
 from tlora.runtime.resuming import check_same_bits, check_unchanged, finished
@@ -109,62 +110,72 @@ def train_on_devices(
         about = describe_run(spec, device, proof) | {"devices": devices, "policy": policy}
         directory.write_json(directory.root / "run.json", about)
         lead = Lead(spec, data, directory, progress)
-        requests = requests_of(lead.unfinished, data, targets, base=spec.base.model)
-        cluster = uniform_cluster(devices, per_node=devices)
-        # Whoever decides, workers run the fused kernels.
-        costs = new_costs(chosen.profile, requests, cluster)
-        number = spec.engine.nano_batch_tokens
-        limit = None if isinstance(number, str) else number
-        exact = budget if spec.engine.isolation == "exact" else None
-        store: SqliteStore[Turn] = SqliteStore(
-            directory.root / "state.sqlite",
-            decode=turn_of_json,
-            about={
-                "policy": policy,
-                "devices": devices,
-                "settings": asdict(SETTINGS),
-                "profile": profile_as_json(chosen.profile),
-                "started": time.time(),
-            },
-        )
         lead.begin(budget)
-        workers = WorkerProcesses(
-            [WorkerSettings(directory.root.resolve(), name, limit, exact) for name in names],
-            threads=1 if device.type == "cpu" else None,
-        )
-        with interruptible(on_first=progress.on_interrupt) as interrupt:
-            clock = WallClock()
-            state = State(cluster)
-            executor = DeviceExecutor(
-                workers,
-                clock=clock,
-                arrivals=requests,
-                saved_steps=lambda job: saved_steps(directory, job),
-                watch=lead.hear,
-                should_stop=interrupt,
-                rates=RateWatch(costs, fair_gpus=lambda: fair_gpus(state)),
-            )
-            lead.clock = clock
-            loop = Loop(
-                state=state,
-                policy=make_policy(policy, costs, SETTINGS),
-                executor=executor,
-                store=store,
-                clock=clock,
-            )
-            try:
-                while (state.jobs or not executor.idle) and not interrupt():
-                    loop.step()
-            finally:
-                executor.close()
-        lead.end(store)
-        store.close()
+        requests = requests_of(lead.unfinished, data, targets, base=spec.base.model)
+        exact = budget if spec.engine.isolation == "exact" else None
+        stopped = bool(requests) and _drive(lead, requests, names, chosen, policy, exact)
     finally:
         progress.close()
         directory.close()
     leave_report(directory.root, progress)
     progress.finish(list(lead.results.values()), directory.root)
-    return RunResult(directory.root, lead.results, interrupted=bool(state.jobs))
+    return RunResult(directory.root, lead.results, interrupted=stopped)
+
+
+def _drive(
+    lead: "Lead",
+    requests: list[JobRequest],
+    names: list[str],
+    chosen: ChosenProfile,
+    policy: str,
+    exact: int | None,
+) -> bool:
+    """The loop, until every job is over; True if a person stopped it before."""
+    directory, number = lead.directory, lead.unfinished.engine.nano_batch_tokens
+    limit = None if isinstance(number, str) else number
+    cluster = uniform_cluster(len(names), per_node=len(names))
+    state = State(cluster)
+    # Whoever decides, workers run the fused kernels.
+    costs = new_costs(chosen.profile, requests, cluster)
+    store: SqliteStore[Turn] = SqliteStore(
+        directory.root / "state.sqlite",
+        decode=turn_of_json,
+        about={
+            "policy": policy,
+            "devices": len(names),
+            "settings": asdict(SETTINGS),
+            "profile": profile_as_json(chosen.profile),
+            "started": time.time(),
+        },
+    )
+    with interruptible(on_first=lead.progress.on_interrupt) as interrupt:
+        executor = DeviceExecutor(
+            WorkerProcesses(
+                [WorkerSettings(directory.root.resolve(), name, limit, exact) for name in names],
+                threads=None if names[0].startswith("cuda") else 1,
+            ),
+            clock=lead.clock,
+            arrivals=requests,
+            saved_steps=lambda job: saved_steps(directory, job),
+            watch=lead.hear,
+            should_stop=interrupt,
+            rates=RateWatch(costs, fair_gpus=lambda: fair_gpus(state)),
+        )
+        loop = Loop(
+            state=state,
+            policy=make_policy(policy, costs, SETTINGS),
+            executor=executor,
+            store=store,
+            clock=lead.clock,
+        )
+        try:
+            while (state.jobs or not executor.idle) and not interrupt():
+                loop.step()
+        finally:
+            executor.close()
+    lead.end(store)
+    store.close()
+    return interrupt.asked and any(request.name not in lead.results for request in requests)
 
 
 def device_names(device: torch.device, count: int) -> list[str]:
@@ -241,6 +252,8 @@ class Lead:
                 self.progress.say(f"{name}: goes on after step {driver.step}")
         self.directory.event("began")
         self._budget = budget
+        if not self._drivers:
+            self.progress.start([], budget)
 
     def hear(self, device: int, message: Message) -> None:
         match message:

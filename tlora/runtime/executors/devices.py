@@ -169,6 +169,8 @@ class DeviceExecutor:
                 if decision.plan.gpus != 1:
                     self._cannot_run(decision)
                     return
+                live = {wish.group for wish in self._wishes.values()}
+                self._groups = {name: self._groups[name] for name in live}
                 group = _Group(decision.gpus[0], decision.plan.bucket)
                 self._groups[decision.group] = group
                 for job, weight in zip(decision.jobs, decision.weights, strict=True):
