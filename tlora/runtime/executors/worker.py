@@ -130,6 +130,8 @@ class Worker:
             self.recorder.rescue(drivers)
             raise
         self.drivers = {driver.name: driver for driver in left}
+        if not left:
+            self._tell_ends()
 
     def close(self) -> None:
         """What was not saved is lost back to the last checkpoints."""
@@ -167,6 +169,7 @@ class Worker:
         if driver is not None:
             driver.on_failure(JobFailed(reason, job=job.name))
             self.recorder.on_end(driver)
+            self._tell_ends()
             return
         result = no_result(job.name, reason)
         self.directory.write_result(result)
@@ -177,6 +180,8 @@ class Worker:
         self.work(lambda: name not in self._watched.partial)
         driver = self.drivers.pop(name, None)
         if driver is None:
+            # Whoever asked must hear of its end first, or would send it on.
+            self._tell_ends()
             self.tell(Detached(name, None, 0.0))
             return
         self.recorder.save([driver])
@@ -184,6 +189,10 @@ class Worker:
         self.recorder.sinks.close(name, "moved")
         self.directory.event("detached", job=name, step=driver.step)
         self.tell(Detached(name, driver.step, time.perf_counter() - started))
+
+    def _tell_ends(self) -> None:
+        """A recorder may tell of a job's end when its files are on disk: wait for them."""
+        self.recorder.save([])
 
     def _job(self, name: str) -> JobSpec:
         """Jobs may have been added to the run since this worker began."""
