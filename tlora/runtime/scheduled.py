@@ -264,10 +264,7 @@ class Lead:
             case Attached(job=job, step=step):
                 self._drivers[job].step = step
             case Stepped():
-                done = StepDone(**asdict(message))
-                driver = self._drivers[done.job]
-                driver.on_step(done)
-                self.progress.on_step(driver, done)
+                self._stepped(StepDone(**asdict(message)))
             case Evaluated():
                 self._evaluated(EvaluationDone(**asdict(message)))
             case Ended(job=job, result=result):
@@ -285,6 +282,13 @@ class Lead:
             over = row.status in ("failed", "refused")
             if over and row.name in self._drivers and row.name not in self.results:
                 self._ended(no_result(row.name, row.reason or row.status))
+
+    def _stepped(self, done: StepDone) -> None:
+        driver = self._drivers[done.job]
+        driver.step, driver.loss = done.step, done.loss
+        driver.tokens_seen += done.tokens
+        driver.sequences_seen += done.sequences
+        self.progress.on_step(driver, done)
 
     def _evaluated(self, done: EvaluationDone) -> None:
         driver = self._drivers[done.job]
