@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test kills check format clean system-deps
+.PHONY: demo test kills fidelity check format clean system-deps
 
 demo: $(STAMP)
 	$(BIN)/tlora demo
@@ -16,6 +16,11 @@ test: $(STAMP) $(if $(CI),system-deps)
 # A hundred seeded kills with SIGKILL instead of the suite's ten; prints what it found.
 kills: $(STAMP)
 	TLORA_KILLS=100 $(BIN)/python -m pytest tests/runtime/test_resuming.py -k kills -s
+
+# Real runs over two processes against simulated ones; some 20 minutes of a machine that does
+# nothing else. Fails where they disagree.
+fidelity: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/fidelity.py --json benchmarks/results/fidelity.jsonl
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

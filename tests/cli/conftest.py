@@ -31,6 +31,7 @@ class FakeRuntime:
         functions = {
             "checking": ("check_run", self.check_run),
             "training": ("train", self.train),
+            "scheduled": ("train_on_devices", self.train_on_devices),
             "verifying": ("verify_adapter", self.verify_adapter),
         }
         for module, (name, function) in functions.items():
@@ -44,6 +45,10 @@ class FakeRuntime:
 
     def train(self, spec: object, *, output: Path, fresh: bool) -> SimpleNamespace:
         self.calls.append((spec, output, fresh))
+        return SimpleNamespace(failed=self.failed, interrupted=False)
+
+    def train_on_devices(self, spec: object, **options: object) -> SimpleNamespace:
+        self.calls.append((spec, options))
         return SimpleNamespace(failed=self.failed, interrupted=False)
 
     def verify_adapter(self, path: Path, base: str | None) -> list[str]:

@@ -32,6 +32,23 @@ def test_options_reach_the_spec_and_the_runtime(job_file, runtime, tlora_command
     assert [(job.train.learning_rate, job.lora.r) for job in spec.jobs] == [(1e-3, 2), (1e-3, 2)]
 
 
+def test_several_devices_are_scheduled(job_file, runtime, tlora_command) -> None:
+    """One is not, and fewer make no sense."""
+    args = ("--devices", "2", "--policy", "solo", "--profile", "p.json", "--output", "out")
+    assert tlora_command("train", "jobs.yaml", *args) == 0
+    [(_, options)] = runtime.calls
+    assert options == {
+        "output": Path("out"),
+        "devices": 2,
+        "fresh": False,
+        "profile": "p.json",
+        "policy": "solo",
+    }
+    assert tlora_command("train", "jobs.yaml", "--devices", "1") == 0
+    assert len(runtime.calls[1]) == 3
+    assert tlora_command("train", "jobs.yaml", "--devices", "0") == 2
+
+
 def test_an_unknown_isolation_is_bad_usage(job_file, runtime, tlora_command) -> None:
     """The option knows its words."""
     assert tlora_command("train", "jobs.yaml", "--isolation", "total") == 2

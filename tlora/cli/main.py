@@ -10,7 +10,19 @@ from typing import Annotated, NoReturn
 import typer
 
 import tlora
-from tlora.cli import bench, check, demo, merge, preview, profile, report, schema, train, verify
+from tlora.cli import (
+    bench,
+    check,
+    demo,
+    merge,
+    plan,
+    preview,
+    profile,
+    report,
+    schema,
+    train,
+    verify,
+)
 from tlora.cli.output import print_error
 from tlora.core.errors import AdapterError, DataError, ModelError, SpecError, TloraError
 
@@ -31,6 +43,7 @@ app.command("report")(report.report)
 app.command("verify")(verify.verify)
 app.command("merge")(merge.merge)
 app.command("schema")(schema.schema)
+app.command("plan")(plan.plan)
 app.command("bench")(bench.bench)
 app.command("profile")(profile.profile)
 

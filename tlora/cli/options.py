@@ -51,3 +51,19 @@ BaseModel = Annotated[
         show_default="what the adapter names",
     ),
 ]
+
+ProfileOption = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        metavar="P",
+        help="A profile's file, or the name of one that comes with tlora.",
+        show_default="the one of this device and base",
+    ),
+]
+PolicyOption = Annotated[
+    str,
+    typer.Option(
+        "--policy", metavar="NAME", help="Who decides who trains with whom: tlora, solo, ..."
+    ),
+]

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tlora.cli.options import JobFile, Overrides
+from tlora.cli.options import JobFile, Overrides, PolicyOption, ProfileOption
 from tlora.cli.output import print_error
 from tlora.core.errors import SpecError
 from tlora.core.job import Isolation
@@ -23,6 +23,18 @@ def train(
         ),
     ] = None,
     override: Overrides = None,
+    devices: Annotated[
+        int,
+        typer.Option(
+            "--devices",
+            metavar="N",
+            min=1,
+            help="Train on so many GPUs, or in so many processes where there are none; who trains "
+            "where is scheduled.",
+        ),
+    ] = 1,
+    profile: ProfileOption = None,
+    policy: PolicyOption = "tlora",
     isolation: Annotated[
         Isolation | None,
         typer.Option(
@@ -46,9 +58,16 @@ def train(
     if fresh and not yes:
         ask_to_start_over(folder)
 
-    from tlora.runtime.training import train as train_run
+    if devices == 1:
+        from tlora.runtime.training import train as train_run
 
-    result = train_run(spec, output=folder, fresh=fresh)
+        result = train_run(spec, output=folder, fresh=fresh)
+    else:
+        from tlora.runtime.scheduled import train_on_devices
+
+        result = train_on_devices(
+            spec, output=folder, devices=devices, fresh=fresh, profile=profile, policy=policy
+        )
     if result.interrupted:
         print_error("interrupted: the same command goes on from here")
         raise typer.Exit(130)

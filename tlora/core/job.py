@@ -19,6 +19,8 @@ RUN_FILES = (
     "resolved.yaml",
     "events.jsonl",
     "state.sqlite",
+    "state.sqlite-wal",
+    "state.sqlite-shm",
     "report.html",
     "study.json",
     "data.txt",

@@ -113,13 +113,20 @@ def _check_job(old: JobSpec, new: JobSpec, root: Path) -> None:
 
 def resumption(directory: RunDirectory, job: JobSpec) -> Resumption:
     """Where the job stands on disk; failed and paused jobs are tried again."""
+    result = finished(directory, job)
+    if result is not None:
+        return Resumption(result=result)
+    found = find_newest(directory.root / job.name / "checkpoints")
+    return Resumption(checkpoint=found.checkpoint, damaged=tuple(found.damaged))
+
+
+def finished(directory: RunDirectory, job: JobSpec) -> JobResult | None:
+    """What came of the job, if it is over."""
     folder = directory.root / job.name
     result = read_result(folder / "result.json")
     adapter = folder / "adapter" / WEIGHTS
-    if result is not None and result.status in FINISHED and adapter.is_file():
-        return Resumption(result=result)
-    found = find_newest(folder / "checkpoints")
-    return Resumption(checkpoint=found.checkpoint, damaged=tuple(found.damaged))
+    over = result is not None and result.status in FINISHED and adapter.is_file()
+    return result if over else None
 
 
 def read_result(path: Path) -> JobResult | None:

@@ -16,6 +16,10 @@ from tlora.core.errors import SpecError
 from tlora.runtime.settings import flat
 from tlora.training.controller import Action, ControllerSettings, Decision, Measure
 
+CAME, WENT = ("attached", "joined"), ("ended", "detached")
+BEGINS = ("attached", "began")
+"""Kinds of events."""
+
 Record = dict[str, Any]
 """A line of a JSONL file."""
 
@@ -96,7 +100,8 @@ def read_run(root: Path) -> RunLog:
     spec = read_spec(root / "resolved.yaml")
     settings = {str(job["name"]): flat(job) for job in spec.get("jobs", [])}
     names = dict.fromkeys([*settings, *about.get("jobs", [])])
-    events = list(read_lines(root / "events.jsonl"))
+    # Those of several devices are written in turns.
+    events = sorted(read_lines(root / "events.jsonl"), key=lambda event: event["time"])
     sessions = find_sessions(events)
     return RunLog(
         root=root,
@@ -116,9 +121,9 @@ def read_run(root: Path) -> RunLog:
             if event["kind"] == "nano_batch" and event["purpose"] is not None
         ],
         attendance=[
-            Attendance(sessions.running_time(e["time"]), e["job"], e["kind"] == "attached")
+            Attendance(sessions.running_time(e["time"]), e["job"], e["kind"] in CAME)
             for e in events
-            if e["kind"] in ("attached", "ended")
+            if e["kind"] in (*CAME, *WENT)
         ],
         tuned=[
             Tuned(sessions.running_time(e["time"]), read_decision(e))
@@ -211,7 +216,8 @@ def read_lines(path: Path) -> Iterator[Record]:
 
 
 def find_sessions(events: list[Record]) -> Sessions:
-    """A run begins, and goes on, by attaching its jobs."""
+    """A run begins, and goes on, by attaching its jobs; one over several devices says so itself,
+    for its jobs come at any time."""
     wall: list[float] = []
     running: list[float] = []
     last: float | None = None
@@ -220,9 +226,9 @@ def find_sessions(events: list[Record]) -> Sessions:
         if not wall:
             wall.append(now)
             running.append(0.0)
-        elif event["kind"] == "attached" and last is not None:
+        elif event["kind"] in BEGINS and last is not None:
             running.append(running[-1] + last - wall[-1])
             wall.append(now)
         # Between attaching and the first pass there is nothing to cut.
-        last = None if event["kind"] == "attached" else now
+        last = None if event["kind"] in BEGINS else now
     return Sessions(wall or [0.0], running or [0.0])

@@ -1,0 +1,262 @@
+"""The executor over devices: what it tells workers, and what it makes of what they say."""
+
+from collections import deque
+
+from support.scheduling import request
+
+from tlora.core.clock import ManualClock
+from tlora.core.decision import Join, Move, Pause, Reasons, Refuse, Resize, Start
+from tlora.core.event import Arrival, Completion, EarlyExit, GpuFailure, GpuRepair, JobFailure
+from tlora.core.plan import Plan
+from tlora.runtime.executors.devices import DeviceExecutor
+from tlora.runtime.executors.messages import (
+    Attach,
+    Attached,
+    Command,
+    Detach,
+    Detached,
+    Ended,
+    Lost,
+    Message,
+    Ready,
+    Stepped,
+    Tune,
+)
+
+WHY = Reasons(why="a test")
+PLAN = Plan(bucket=64)
+
+
+class Scripted:
+    """Devices that say what the test has them say."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.sent: list[tuple[int, Command]] = []
+        self.coming: deque[tuple[int, Message]] = deque()
+        self.restarted: list[int] = []
+
+    def __len__(self) -> int:
+        return self.count
+
+    def send(self, device: int, command: Command) -> None:
+        self.sent.append((device, command))
+
+    def receive(self, timeout_s: float) -> list[tuple[int, Message]]:
+        assert self.coming, "it would wait for ever"
+        return [self.coming.popleft()]
+
+    def restart(self, device: int) -> None:
+        self.restarted.append(device)
+
+    def close(self) -> list[tuple[int, Message]]:
+        return []
+
+    def new(self) -> list[tuple[int, Command]]:
+        sent, self.sent = self.sent, []
+        return sent
+
+
+class World:
+    def __init__(self, *jobs: str, devices: int = 2, saved: int = 0) -> None:
+        self.devices = Scripted(devices)
+        self.executor = DeviceExecutor(
+            self.devices,
+            clock=ManualClock(),
+            arrivals=[request(job, steps=10) for job in jobs],
+            saved_steps=lambda job: saved,
+        )
+        assert [event.kind for event in self.executor.wait(1.0)] == ["arrival"] * len(jobs)
+
+    def start(self, group: str, device: int, *jobs: str) -> None:
+        weights = (1.0,) * len(jobs)
+        self.executor.apply(
+            Start(
+                group=group,
+                base="llama",
+                jobs=jobs,
+                gpus=(device,),
+                plan=PLAN,
+                weights=weights,
+                reasons=WHY,
+            )
+        )
+
+    def move(self, job: str, source: str, target: str) -> None:
+        self.executor.apply(Move(job=job, source=source, target=target, weight=2.0, reasons=WHY))
+
+    def say(self, device: int, *messages: Message) -> list:
+        """What the loop is told of these, up to the first of them that is an event."""
+        self.devices.coming.extend((device, message) for message in messages)
+        return list(self.executor.wait(1.0))
+
+
+def ended(job: str, status: str, reason: str | None = None) -> Ended:
+    return Ended(job, {"status": status, "reason": reason})
+
+
+def test_ends_become_events_and_steps_become_progress() -> None:
+    """A job that failed, stopped early or completed is no longer in a group."""
+    world = World("a", "b", "c")
+    world.start("g0", 0, "a", "b", "c")
+    assert world.devices.new() == [(0, Attach(job, 1.0, 64)) for job in "abc"]
+    assert world.executor.progress() == {"a": 0.0, "b": 0.0, "c": 0.0}
+    done = world.say(0, Attached("a", 0, 0.1), _step("a", 4), ended("b", "completed"))
+    assert done == [Completion(0.0, "b")]
+    assert world.executor.progress() == {"a": 4.0, "c": 0.0}
+    assert world.say(0, ended("a", "stopped_early", "why")) == [EarlyExit(0.0, "a", "why")]
+    assert not world.executor.idle
+    assert world.say(0, ended("c", "paused", "disk")) == [JobFailure(0.0, "c", "disk")]
+    assert world.executor.idle
+
+
+def test_a_move_waits_for_the_job_to_leave() -> None:
+    """And comes with the weight and the nano-batches of its new group."""
+    world = World("a", "b")
+    world.start("g0", 0, "a")
+    world.start("g1", 1, "b")
+    world.devices.new()
+    world.move("a", "g0", "g1")
+    assert world.devices.new() == [(0, Detach("a"))]
+    world.say(0, Detached("a", 3, 0.1), ended("b", "completed"))
+    assert world.devices.new() == [(1, Attach("a", 2.0, 64))]
+    assert world.executor.progress() == {"a": 3.0}
+
+
+def test_decisions_that_overtake_a_move_hold() -> None:
+    """Wanted back, wanted elsewhere, or not wanted: the last word counts, once the job has left."""
+    for last, expected in (("back", [(0, 0)]), ("pause", []), ("third", [(2, 2)])):
+        world = World("a", "b", "c", devices=3)
+        for device, job in enumerate("abc"):
+            world.start(f"g{device}", device, job)
+        world.devices.new()
+        world.move("a", "g0", "g1")
+        if last == "back":
+            world.start("g3", 0, "a")
+        elif last == "pause":
+            world.executor.apply(Pause(job="a", group="g1", reasons=WHY))
+        else:
+            world.move("a", "g1", "g2")
+        assert world.devices.new() == [(0, Detach("a"))]
+        world.say(0, Detached("a", 3, 0.1), ended("b", "completed"))
+        assert [(device, device) for device, _ in world.devices.new()] == expected
+
+
+def test_a_job_that_ends_before_it_leaves_is_not_sent_on() -> None:
+    """Its worker finds nobody to detach."""
+    world = World("a", "b")
+    world.start("g0", 0, "a")
+    world.start("g1", 1, "b")
+    world.move("a", "g0", "g1")
+    world.devices.new()
+    assert world.say(0, ended("a", "completed")) == [Completion(0.0, "a")]
+    world.say(0, Detached("a", None, 0.0), ended("b", "completed"))
+    assert world.devices.new() == []
+
+
+def test_a_lost_device_gives_its_jobs_back_and_is_started_again() -> None:
+    """At the steps of their checkpoints; a job on its way to another device still gets there."""
+    world = World("a", "b", "c", saved=2)
+    world.start("g0", 0, "a", "b")
+    world.start("g1", 1, "c")
+    world.say(0, _step("a", 5), _step("b", 5), ended("c", "completed"))
+    world.start("g2", 1, "b")
+    world.devices.new()
+    [lost] = world.say(0, Lost("ended by SIGKILL"))
+    assert lost == GpuFailure(0.0, (0,), "ended by SIGKILL")
+    assert world.executor.progress() == {"b": 2.0, "a": 2.0}
+    assert world.devices.restarted == [0]
+    assert world.devices.new() == [(1, Attach("b", 1.0, 64))]
+    assert not world.executor.idle
+    assert world.say(0, Ready(0.1)) == [GpuRepair(0.0, (0,))]
+
+
+def test_a_job_that_loses_its_devices_all_alone_fails() -> None:
+    """Twice; one of several is not to blame yet."""
+    world = World("a", "b", "c")
+    world.start("g0", 0, "a")
+    world.start("g1", 1, "b", "c")
+    world.say(0, Lost("x"))
+    world.say(1, Lost("x"))
+    world.say(0, Ready(0.1))
+    world.say(1, Ready(0.1))
+    world.start("g2", 0, "a")
+    world.start("g3", 1, "b", "c")
+    assert [event.kind for event in world.say(0, Lost("x"))] == ["gpu_failure", "job_failure"]
+    assert [event.kind for event in world.say(1, Lost("x"))] == ["gpu_failure"]
+
+
+def test_when_no_device_comes_back_the_jobs_fail() -> None:
+    """Rather than wait for ever."""
+    world = World("a", "b", devices=1)
+    kinds: list[str] = []
+    for _ in range(10):
+        kinds += [event.kind for event in world.say(0, Lost("no such device"))]
+        if "job_failure" in kinds:
+            break
+        world.devices.coming.append((0, Ready(0.1)))
+        world.executor.wait(1.0)
+    assert kinds.count("job_failure") == 2
+    assert world.executor.idle
+
+
+def test_resizing_and_joining_reach_the_worker() -> None:
+    """A group that goes to another device takes its jobs along."""
+    world = World("a", "b", "c")
+    world.start("g0", 0, "a", "b")
+    world.devices.new()
+    world.executor.apply(Join(job="c", group="g0", weight=3.0, reasons=WHY))
+    assert world.devices.new() == [(0, Attach("c", 3.0, 64))]
+    wider = Resize(
+        group="g0", gpus=(0,), plan=Plan(bucket=32), weights=(1.0, 2.0, 4.0), reasons=WHY
+    )
+    world.executor.apply(wider)
+    assert world.devices.new() == [(0, Tune(32, {"a": 1.0, "b": 2.0, "c": 4.0}))]
+    moved = Resize(
+        group="g0", gpus=(1,), plan=Plan(bucket=32), weights=(1.0, 1.0, 1.0), reasons=WHY
+    )
+    world.executor.apply(moved)
+    commands = world.devices.new()
+    assert [(device, command.kind) for device, command in commands] == [
+        *[(0, "detach")] * 3,
+        (1, "tune"),
+    ]
+
+
+def test_a_plan_over_several_devices_fails_its_jobs() -> None:
+    """Until such plans are run; nothing is raised."""
+    world = World("a")
+    plan = Plan(bucket=64, replicas=2)
+    start = Start(
+        group="g0",
+        base="llama",
+        jobs=("a",),
+        gpus=(0, 1),
+        plan=plan,
+        weights=(1.0,),
+        reasons=WHY,
+    )
+    world.executor.apply(start)
+    [failed] = world.executor.wait(1.0)
+    assert isinstance(failed, JobFailure)
+    assert world.executor.idle
+
+
+def test_refused_jobs_are_forgotten_and_late_ones_arrive_in_time() -> None:
+    """The clock decides, not the order of the file."""
+    clock = ManualClock()
+    devices = Scripted(1)
+    late, early = request("late", at=5.0), request("early", at=1.0)
+    executor = DeviceExecutor(devices, clock=clock, arrivals=[late, early])
+    assert executor.wait(0.0) == []
+    clock.move_to(1.5)
+    assert executor.wait(9.0) == [Arrival(1.5, early)]
+    executor.apply(Refuse(job="early", reasons=WHY))
+    clock.move_to(6.0)
+    assert executor.wait(9.0) == [Arrival(6.0, late)]
+    executor.apply(Refuse(job="late", reasons=WHY))
+    assert executor.idle
+
+
+def _step(job: str, step: int) -> Stepped:
+    return Stepped(job, step, 1.0, 1.0, 1e-3, 4, 8, 2, 1)

@@ -1,0 +1,190 @@
+"""Worker processes under the control loop: real training, kills and replays."""
+
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from support.scheduling import PROFILE
+
+from tlora.config import dump_spec
+from tlora.control import Loop, Turn
+from tlora.control.replay import replay
+from tlora.core.clock import WallClock
+from tlora.core.cluster import Cluster, uniform_cluster
+from tlora.core.decision import Decision, Move, Reasons, Start
+from tlora.core.event import Event, GpuFailure, GpuRepair, Tick
+from tlora.core.job import RunSpec
+from tlora.core.plan import Plan
+from tlora.core.state import State
+from tlora.costs.groups import Costs
+from tlora.model.loading import load_shape
+from tlora.model.targets import find_targets
+from tlora.runtime.checking import prepare_jobs
+from tlora.runtime.executors.devices import DeviceExecutor, Devices
+from tlora.runtime.executors.in_process import InThisProcess
+from tlora.runtime.executors.messages import Message, Stepped
+from tlora.runtime.executors.processes import WorkerProcesses
+from tlora.runtime.executors.worker import WorkerSettings
+from tlora.runtime.requests import requests_of
+from tlora.runtime.training import train
+from tlora.schedule import Policy, Settings, make_policy
+from tlora.store.memory import MemoryStore
+
+pytestmark = pytest.mark.multi_process
+
+CLUSTER = uniform_cluster(2)
+SETTINGS = Settings(max_replicas=1, min_stay_s=0.2)
+
+
+def costs_of(cluster: Cluster, base: str) -> Costs:
+    """Small nano-batches, so that groups matter."""
+    small = replace(PROFILE, budget_tokens=256, buckets=(64, 128, 256))
+    return Costs({base: small}, cluster)
+
+
+def run_loop(
+    spec: RunSpec, devices: Devices, policy: str | Policy, *, watch=lambda device, message: None
+) -> tuple[list[Turn], State]:
+    data = prepare_jobs(spec, limit=None)
+    base = spec.base.model
+    requests = requests_of(spec, data, find_targets(load_shape(spec.base)), base=base)
+    clock = WallClock()
+    store: MemoryStore[Turn] = MemoryStore()
+    state = State(CLUSTER)
+    executor = DeviceExecutor(devices, clock=clock, arrivals=requests, watch=watch)
+    loop = Loop(
+        state=state,
+        policy=make_policy(policy, costs_of(CLUSTER, base), SETTINGS)
+        if isinstance(policy, str)
+        else policy,
+        executor=executor,
+        store=store,
+        clock=clock,
+        tick_s=0.3,
+    )
+    try:
+        loop.run()
+        state.check()
+    finally:
+        executor.close()
+    return list(store.turns()), state
+
+
+def processes(root: Path) -> WorkerProcesses:
+    return WorkerProcesses([WorkerSettings(root, "cpu", limit_tokens=256)] * 2)
+
+
+def adapter(root: Path, job: str) -> dict:
+    return load_file(root / job / "adapter" / "adapter_model.safetensors")
+
+
+def assert_same_adapters(spec: RunSpec, root: Path, reference: Path) -> None:
+    """As in test_worker.py: sums over other nano-batches differ by rounding."""
+    for job in spec.jobs:
+        ours = adapter(root, job.name)
+        for key, expected in adapter(reference, job.name).items():
+            assert (ours[key] - expected).abs().max() <= 1e-3 * expected.abs().max(), (job, key)
+
+
+def test_jobs_over_two_processes_train_as_on_one_device_and_replay(new_run, tmp_path) -> None:
+    """Adapters agree, every job completed, and the recorded turns give the same decisions again,
+    while turns with a changed event do not."""
+    spec, root = new_run("a", "b", "c", "d", max_steps=8)
+    train(spec, output=tmp_path / "alone")
+    turns, state = run_loop(spec, processes(root), "tlora")
+    assert set(state.outcomes.values()) == {"completed"}
+    assert_same_adapters(spec, root, tmp_path / "alone")
+    base = spec.base.model
+
+    def replayed(turns: list[Turn]):
+        policy = make_policy("tlora", costs_of(CLUSTER, base), SETTINGS)
+        return replay(turns, state=State(CLUSTER), policy=policy)
+
+    assert any(turn.decisions for turn in turns)
+    assert replayed(turns) is None
+    first = turns[0]
+    assert replayed([replace(first, events=first.events[:1]), *turns[1:]]) is not None
+
+
+def test_a_killed_worker_is_replaced_and_no_job_is_harmed(new_run, tmp_path) -> None:
+    """Its jobs wait, go on from their checkpoints, and end where they would have ended."""
+    spec, root = new_run("a", "b", "c", max_steps=30)
+    saving = replace(spec, jobs=tuple(replace(j, save=replace(j.save, steps=5)) for j in spec.jobs))
+    (root / "resolved.yaml").write_text(dump_spec(saving))
+    train(spec, output=tmp_path / "alone")
+    devices = processes(root)
+    killed: list[int] = []
+
+    def kill(device: int, message: Message) -> None:
+        if isinstance(message, Stepped) and message.step >= 12 and not killed:
+            os.kill(devices.pid(device), signal.SIGKILL)
+            killed.append(device)
+
+    turns, state = run_loop(spec, devices, "solo", watch=kill)
+    events = [event for turn in turns for event in turn.events]
+    [lost] = [event for event in events if isinstance(event, GpuFailure)]
+    [back] = [event for event in events if isinstance(event, GpuRepair)]
+    assert lost.gpus == back.gpus == tuple(killed)
+    assert "SIGKILL" in lost.reason
+    assert set(state.outcomes.values()) == {"completed"}
+    assert_same_adapters(spec, root, tmp_path / "alone")
+
+
+class Restless:
+    """Two groups, and at every tick the first job goes over to the other one."""
+
+    name = "restless"
+
+    def decide(self, state: State, events: Sequence[Event]) -> list[Decision]:
+        why, plan = Reasons(why="a test"), Plan(bucket=128)
+        if not state.groups:
+            names = list(state.jobs)
+            return [
+                Start(
+                    group=f"g{gpu}",
+                    base=state.jobs[name].request.base,
+                    jobs=(name,),
+                    gpus=(gpu,),
+                    plan=plan,
+                    weights=(1.0,),
+                    reasons=why,
+                )
+                for gpu, name in enumerate(names[:2])
+            ]
+        first = next(iter(state.jobs.values()))
+        others = [name for name in state.groups if name != first.group]
+        if first.group is None or not others or not isinstance(events[0], Tick):
+            return []
+        if len(state.groups[first.group].jobs) == 1:
+            # Its group would end; it could not come back.
+            return [
+                Move(job=first.name, source=first.group, target=others[0], weight=1.0, reasons=why)
+            ]
+        return []
+
+
+def test_a_job_moves_between_live_groups_of_two_processes(new_run, tmp_path) -> None:
+    """By detach and attach; it and its neighbours end where they would have ended."""
+    spec, root = new_run("a", "b", max_steps=300)
+    train(spec, output=tmp_path / "alone")
+    turns, state = run_loop(spec, processes(root), Restless())
+    moves = [each for turn in turns for each in turn.decisions if isinstance(each, Move)]
+    assert moves, "the jobs were over before the first tick"
+    assert state.outcomes == {"a": "completed", "b": "completed"}
+    assert_same_adapters(spec, root, tmp_path / "alone")
+
+
+def test_groups_in_this_process_take_turns(new_run, tmp_path) -> None:
+    """The same executor over two engines here."""
+    spec, root = new_run("a", "b", "c", max_steps=6)
+    train(spec, output=tmp_path / "alone")
+    devices = InThisProcess([WorkerSettings(root, "cpu", limit_tokens=256)] * 2)
+    turns, state = run_loop(spec, devices, "tlora")
+    assert set(state.outcomes.values()) == {"completed"}
+    assert_same_adapters(spec, root, tmp_path / "alone")
+    starts = [d for turn in turns for d in turn.decisions if isinstance(d, Start)]
+    assert {gpu for start in starts for gpu in start.gpus} == {0, 1}

@@ -1,0 +1,185 @@
+"""Workers as processes of this machine, one for each device.
+
+They are forked from one server process that has loaded torch and transformers (multiprocessing's
+forkserver): loading these takes seconds, a fork does not, and a device that was lost is soon back.
+Commands and messages go through pipes as JSON. A worker whose leader is gone ends by itself.
+"""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import astuple
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from tlora.runtime.executors.messages import (
+    URGENT,
+    Command,
+    Lost,
+    Message,
+    Stop,
+    commands_of,
+    encoded,
+    messages_of,
+)
+from tlora.runtime.executors.worker import Worker, WorkerSettings
+
+FLUSH_S = 0.1
+"""Steps and the like are sent together, no later than this."""
+
+CLOSE_S = 60.0
+"""For checkpoints at the end; then a worker is ended without."""
+
+
+class WorkerProcesses:
+    """Devices 0, 1, ...: a process each."""
+
+    def __init__(self, settings: Sequence[WorkerSettings], *, threads: int | None = 1) -> None:
+        """With so many threads for torch in each; None leaves that to torch."""
+        self._settings = list(settings)
+        self._threads = threads
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([__name__])
+        self._workers = [self._started(each) for each in self._settings]
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def send(self, device: int, command: Command) -> None:
+        """To one that is gone: its loss is told by `receive`."""
+        with suppress(OSError):
+            self._workers[device].connection.send_bytes(encoded([command]))
+
+    def receive(self, timeout_s: float) -> list[tuple[int, Message]]:
+        """Whatever comes first, waiting no longer than so; maybe nothing."""
+        alive = {
+            each.connection: device for device, each in enumerate(self._workers) if not each.lost
+        }
+        messages: list[tuple[int, Message]] = []
+        for connection in wait(list(alive), timeout_s):
+            assert isinstance(connection, Connection)
+            device = alive[connection]
+            try:
+                data = connection.recv_bytes()
+            except (EOFError, OSError):
+                messages.append((device, Lost(self._workers[device].bury())))
+                continue
+            messages += [(device, message) for message in messages_of(data)]
+        return messages
+
+    def restart(self, device: int) -> None:
+        assert self._workers[device].lost, f"device {device} is there"
+        self._workers[device] = self._started(self._settings[device])
+
+    def close(self) -> list[tuple[int, Message]]:
+        for device, worker in enumerate(self._workers):
+            if not worker.lost:
+                self.send(device, Stop())
+        end = time.monotonic() + CLOSE_S
+        return [
+            (device, message)
+            for device, worker in enumerate(self._workers)
+            for message in worker.last_words(max(0.1, end - time.monotonic()))
+        ]
+
+    def pid(self, device: int) -> int:
+        found = self._workers[device].process.pid
+        assert found is not None
+        return found
+
+    def _started(self, settings: WorkerSettings) -> "_Handle":
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(
+            target=serve,
+            args=(theirs, str(settings.directory), *astuple(settings)[1:], self._threads),
+            name=f"tlora {settings.device}",
+            # Ends with this process, should it come to that.
+            daemon=True,
+        )
+        process.start()
+        theirs.close()
+        return _Handle(process, ours)
+
+
+class _Handle:
+    def __init__(self, process: BaseProcess, connection: Connection) -> None:
+        self.process = process
+        self.connection = connection
+        self.lost = False
+
+    def bury(self) -> str:
+        """Its pipe is closed: how it ended."""
+        self.lost = True
+        self.connection.close()
+        self.process.join(CLOSE_S)
+        code = self.process.exitcode
+        if code is not None and code < 0:
+            return f"its process was ended by {signal.Signals(-code).name}"
+        return f"its process ended with code {code}"
+
+    def last_words(self, timeout_s: float) -> list[Message]:
+        """Until it has ended, by itself or because time was up."""
+        said: list[Message] = []
+        if not self.lost:
+            end = time.monotonic() + timeout_s
+            with suppress(EOFError, OSError):
+                while self.connection.poll(max(0.0, end - time.monotonic())):
+                    said += messages_of(self.connection.recv_bytes())
+        self.process.join(1.0)
+        if self.process.is_alive():
+            self.process.terminate()
+            self.process.join()
+        return said
+
+
+def serve(
+    connection: Connection,
+    directory: str,
+    device: str,
+    limit_tokens: int | None,
+    exact_tokens: int | None,
+    threads: int | None,
+) -> None:
+    """The life of a worker process."""
+    import torch
+
+    # Ctrl-C reaches all processes of a terminal; the leader decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    settings = WorkerSettings(Path(directory), device, limit_tokens, exact_tokens)
+    outbox = _Outbox(connection)
+    try:
+        worker = Worker(settings, outbox.put)
+        while not worker.stopped:
+            while not worker.stopped and connection.poll(0 if worker.has_work else None):
+                for command in commands_of(connection.recv_bytes()):
+                    worker.obey(command)
+            if worker.has_work:
+                worker.work(connection.poll)
+            outbox.flush()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        # The leader is gone, and somebody else may lead the run by now: leave its files alone.
+        os._exit(1)
+
+
+class _Outbox:
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._waiting: list[Message] = []
+        self._flushed = time.monotonic()
+
+    def put(self, message: Message) -> None:
+        self._waiting.append(message)
+        if isinstance(message, URGENT) or time.monotonic() - self._flushed > FLUSH_S:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._waiting:
+            self._connection.send_bytes(encoded(self._waiting))
+            self._waiting.clear()
+        self._flushed = time.monotonic()

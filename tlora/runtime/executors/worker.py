@@ -1,0 +1,309 @@
+"""One device: a base, an engine, and the jobs that are now on it.
+
+A worker is told commands and says what happens; where it runs is not its matter. Between commands
+it trains. All that a job leaves on disk is written here, by the same recorder as in a run without a
+scheduler, so that a job that moved looks like one that stayed.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from tlora.config import load_spec
+from tlora.core.errors import JobFailed, TloraError
+from tlora.core.job import JobSpec, RunSpec
+from tlora.data.prepare import PreparedData, Preparer
+from tlora.model.loading import load_tokenizer
+from tlora.runtime.directory import JobResult, RunDirectory
+from tlora.runtime.environment import cache_directory, quieten_libraries
+from tlora.runtime.executors.messages import (
+    Attach,
+    Attached,
+    Command,
+    Detach,
+    Detached,
+    Ended,
+    Evaluated,
+    Message,
+    Noted,
+    Ready,
+    Said,
+    Stepped,
+    Stop,
+    Tune,
+)
+from tlora.runtime.recording import Recorder
+from tlora.runtime.resuming import resumption
+from tlora.runtime.sinks import Sinks
+from tlora.runtime.training import adapter_start, enter_job, load_super_model, show_exact
+from tlora.training.compose import Kind
+from tlora.training.driver import JobDriver
+from tlora.training.engine import Engine
+from tlora.training.loop import run_jobs
+from tlora.training.outcome import EvaluationDone, Outcome, StepDone
+
+Tell = Callable[[Message], None]
+
+QUIET = ("saved at step", "saved where they are", "goes on after step", "go on where they stopped")
+"""A job that moves is saved and goes on; where that is news, whoever leads the run says it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What a worker is started with."""
+
+    directory: Path
+    """Of the run; its resolved.yaml has the jobs."""
+
+    device: str
+    """As torch names it."""
+
+    limit_tokens: int | None = None
+    """No nano-batch is to be larger, whatever a plan says."""
+
+    exact_tokens: int | None = None
+    """Set where bits count: every nano-batch has this size, whatever a plan says."""
+
+
+class Worker:
+    def __init__(self, settings: WorkerSettings, tell: Tell) -> None:
+        """Loads the base, which takes a while."""
+        started = time.perf_counter()
+        quieten_libraries()
+        self.settings = settings
+        self.tell = tell
+        self.spec: RunSpec = load_spec(settings.directory / "resolved.yaml")
+        self._preparer = Preparer(load_tokenizer(self.spec.base), cache_dir=cache_directory())
+        device = torch.device(settings.device)
+        if device.type == "cuda":
+            # Kernels are launched on the current device, whatever their tensors are on.
+            torch.cuda.set_device(device)
+        self.model = load_super_model(self.spec, device)
+        exact = settings.exact_tokens
+        self.engine = Engine(
+            self.model, budget_tokens=exact or settings.limit_tokens or 1, exact=exact is not None
+        )
+        self.directory = _ToldDirectory(settings.directory, tell)
+        self.recorder = Recorder(
+            self.directory,
+            self.spec.base,
+            self.engine,
+            _ToldProgress(tell),
+            Sinks(self.spec.report_to, settings.directory, lambda line: tell(Said((line,)))),
+        )
+        if exact is not None:
+            # It may put products into tiles, which is done to a model, not to a run.
+            show_exact(self.model, self.spec, self._all_data(), exact)
+        self.drivers: dict[str, JobDriver] = {}
+        self.stopped = False
+        self._watched = _Watched(self.recorder)
+        tell(Ready(time.perf_counter() - started))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.drivers)
+
+    def obey(self, command: Command) -> None:
+        match command:
+            case Attach():
+                self._attach(command)
+            case Detach(job=name):
+                self._detach(name)
+            case Tune(bucket=bucket, weights=weights):
+                self._set_bucket(bucket)
+                for name, weight in weights.items():
+                    if name in self.drivers:
+                        set_weight(self.engine, name, weight)
+            case Stop():
+                self.recorder.save(list(self.drivers.values()))
+                self.close()
+
+    def work(self, should_stop: Callable[[], bool]) -> None:
+        """Trains until asked to stop between nano-batches, or until no job is left."""
+        drivers = list(self.drivers.values())
+        try:
+            left = run_jobs(self.engine, drivers, self._watched, should_stop=should_stop)
+        except Exception:
+            self.recorder.rescue(drivers)
+            raise
+        self.drivers = {driver.name: driver for driver in left}
+        if not left:
+            self._tell_ends()
+
+    def close(self) -> None:
+        """What was not saved is lost back to the last checkpoints."""
+        self.stopped = True
+        self.drivers.clear()
+        self.recorder.close()
+
+    def _attach(self, command: Attach) -> None:
+        started = time.perf_counter()
+        self._set_bucket(command.bucket)
+        job = self._job(command.job)
+        found = resumption(self.directory, job)
+        if found.result is not None:
+            self.tell(Ended(job.name, asdict(found.result)))
+            return
+        driver: JobDriver | None = None
+        try:
+            data = self._preparer.prepare(job)
+            self.recorder.data_keys[job.name] = data.key
+            weighted = replace(job, train=replace(job.train, weight=command.weight))
+            driver = JobDriver(weighted, data.train, data.evaluation)
+            start = adapter_start(job, self.model) if found.checkpoint is None else {}
+            enter_job(driver, found, start, self.recorder)
+        except (TloraError, OSError, ValueError, RuntimeError, MemoryError) as error:
+            self._refuse(job, driver, str(error))
+            return
+        self.recorder.start([driver])
+        self.drivers[job.name] = driver
+        self.tell(Attached(job.name, driver.step, time.perf_counter() - started))
+
+    def _refuse(self, job: JobSpec, driver: JobDriver | None, reason: str) -> None:
+        """The job cannot be here, and nobody else is touched by it."""
+        if job.name in self.engine.jobs:
+            self.engine.detach(job.name)
+        if driver is not None:
+            driver.on_failure(JobFailed(reason, job=job.name))
+            self.recorder.on_end(driver)
+            self._tell_ends()
+            return
+        result = no_result(job.name, reason)
+        self.directory.write_result(result)
+        self.tell(Ended(job.name, asdict(result)))
+
+    def _detach(self, name: str) -> None:
+        started = time.perf_counter()
+        self.work(lambda: name not in self._watched.partial)
+        driver = self.drivers.pop(name, None)
+        if driver is None:
+            # Whoever asked must hear of its end first, or would send it on.
+            self._tell_ends()
+            self.tell(Detached(name, None, 0.0))
+            return
+        self.recorder.save([driver])
+        self.engine.detach(name)
+        self.recorder.sinks.close(name, "moved")
+        self.directory.event("detached", job=name, step=driver.step)
+        self.tell(Detached(name, driver.step, time.perf_counter() - started))
+
+    def _tell_ends(self) -> None:
+        """A recorder may tell of a job's end when its files are on disk: wait for them."""
+        self.recorder.save([])
+
+    def _job(self, name: str) -> JobSpec:
+        """Jobs may have been added to the run since this worker began."""
+        found = {job.name: job for job in self.spec.jobs}
+        if name not in found:
+            self.spec = load_spec(self.settings.directory / "resolved.yaml")
+            found = {job.name: job for job in self.spec.jobs}
+        return found[name]
+
+    def _all_data(self) -> dict[str, PreparedData]:
+        return {job.name: self._preparer.prepare(job) for job in self.spec.jobs}
+
+    def _set_bucket(self, bucket: int) -> None:
+        if self.settings.exact_tokens is None:
+            self.engine.budget_tokens = min(bucket, self.settings.limit_tokens or bucket)
+
+
+def set_weight(engine: Engine, job: str, weight: float) -> None:
+    """Of a job that is attached. The engine has no method for it yet."""
+    engine._jobs[job].weight = weight  # pyright: ignore[reportPrivateUsage]
+
+
+def no_result(job: str, reason: str) -> JobResult:
+    """Of a job that failed before it began."""
+    return JobResult(
+        job=job,
+        status="failed",
+        reason=reason,
+        steps=0,
+        total_steps=0,
+        loss=None,
+        first_eval_loss=None,
+        eval_loss=None,
+        best_eval_loss=None,
+        best_step=None,
+        tokens_seen=0,
+        sequences_seen=0,
+        seconds=0.0,
+        adapter=None,
+        best_adapter=None,
+    )
+
+
+class _ToldDirectory(RunDirectory):
+    """Several workers write into one run directory, each its own jobs' files; the events of all are
+    written by whoever leads the run."""
+
+    def __init__(self, root: Path, tell: Tell) -> None:
+        super().__init__(root)
+        self._tell = tell
+
+    def event(self, kind: str, **fields: object) -> None:
+        self._tell(Noted(kind, time.time(), fields))
+
+
+class _ToldProgress:
+    """Progress that is told instead of shown."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+
+    def say(self, *lines: str) -> None:
+        kept = tuple(line for line in lines if not any(each in line for each in QUIET))
+        if kept:
+            self._tell(Said(kept))
+
+    def start(self, drivers: list[JobDriver], budget_tokens: int) -> None:
+        pass
+
+    def on_nano_batch(self, outcome: Outcome) -> None:
+        pass
+
+    def on_step(self, driver: JobDriver, done: StepDone) -> None:
+        self._tell(Stepped(**asdict(done)))
+
+    def on_evaluation(self, driver: JobDriver, done: EvaluationDone) -> None:
+        self._tell(Evaluated(**asdict(done)))
+
+    def on_end(self, result: JobResult) -> None:
+        self._tell(Ended(result.job, asdict(result)))
+
+    def on_interrupt(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def finish(self, results: list[JobResult], root: Path) -> None:
+        pass
+
+
+class _Watched:
+    """The recorder, and which jobs are in the middle of a batch."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.partial: set[str] = set()
+
+    def on_nano_batch(self, outcome: Outcome) -> None:
+        # An evaluation that is broken off is done again; its forward passes are all that is lost.
+        if outcome.kind is Kind.TRAIN:
+            self.partial.update(outcome.tokens)
+        self.recorder.on_nano_batch(outcome)
+
+    def on_step(self, driver: JobDriver, done: StepDone) -> None:
+        self.partial.discard(driver.name)
+        self.recorder.on_step(driver, done)
+
+    def on_evaluation(self, driver: JobDriver, done: EvaluationDone) -> None:
+        self.recorder.on_evaluation(driver, done)
+
+    def on_end(self, driver: JobDriver) -> None:
+        self.partial.discard(driver.name)
+        self.recorder.on_end(driver)
