@@ -10,7 +10,19 @@ from typing import Annotated, NoReturn
 import typer
 
 import tlora
-from tlora.cli import bench, check, demo, merge, preview, profile, report, schema, train, verify
+from tlora.cli import (
+    bench,
+    check,
+    demo,
+    merge,
+    preview,
+    profile,
+    report,
+    schema,
+    simulate,
+    train,
+    verify,
+)
 from tlora.cli.output import print_error
 from tlora.core.errors import AdapterError, DataError, ModelError, SpecError, TloraError
 
@@ -33,6 +45,7 @@ app.command("merge")(merge.merge)
 app.command("schema")(schema.schema)
 app.command("bench")(bench.bench)
 app.command("profile")(profile.profile)
+app.command("simulate")(simulate.simulate)
 
 
 def print_version(wanted: bool) -> None:
