@@ -1,5 +1,6 @@
 """The groups as a policy would have them: changed on paper first, then told as decisions."""
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,12 +26,24 @@ class Bin:
     base: str
     gpus: tuple[int, ...]
     load: Load
-    priced: Priced
-    was_worth: float = 0.0
-    """At the start of the turn."""
+    known: Priced | None
+    """Asked for only where it matters: most groups are not looked at in a turn."""
 
+    board: "Board"
     is_new: bool = False
     reasons: Reasons = field(default_factory=lambda: Reasons(why=""))
+
+    @property
+    def priced(self) -> Priced:
+        if self.known is None:
+            self.known = self.board.price(self.load, self.gpus)
+        return self.known
+
+    @property
+    def pressure(self) -> float:
+        """Tokens of a round on one GPU for each second that a step may take: near to what it is
+        in breach of its bounds, and known without a price."""
+        return self.load.work.tokens / len(self.gpus) / self.load.limit_s
 
 
 class Board:
@@ -56,10 +69,7 @@ class Board:
         self._keys: dict[str, float] = {}
         for group in state.groups.values():
             load = load_of([pieces[name] for name in group.jobs])
-            priced = self.price(load, group.gpus)
-            self.bins[group.name] = Bin(
-                group.name, group.base, group.gpus, load, priced, priced.worth
-            )
+            self.bins[group.name] = Bin(group.name, group.base, group.gpus, load, None, self)
             self._file(self.bins[group.name])
 
     def price(self, load: Load, gpus: tuple[int, ...]) -> Priced:
@@ -84,7 +94,7 @@ class Board:
     def open(self, pieces: Iterable[Piece], gpus: tuple[int, ...], priced: Priced) -> Bin:
         """A new group of jobs that are in none."""
         load = load_of(list(pieces))
-        found = Bin(f"g{self._next}", load.pieces[0].base, gpus, load, priced, is_new=True)
+        found = Bin(f"g{self._next}", load.pieces[0].base, gpus, load, priced, self, is_new=True)
         self._next += 1
         self.bins[found.name] = found
         self._file(found)
@@ -126,7 +136,7 @@ class Board:
         other = Board.__new__(Board)
         other.__dict__.update(self.__dict__)
         other.free = set(self.free)
-        other.bins = {name: replace(each) for name, each in self.bins.items()}
+        other.bins = {name: replace(each, board=other) for name, each in self.bins.items()}
         other.place = dict(self.place)
         other.why = dict(self.why)
         other.touched = set(self.touched)
@@ -137,6 +147,8 @@ class Board:
 
     def adopt(self, other: "Board") -> None:
         self.__dict__.update(other.__dict__)
+        for each in self.bins.values():
+            each.board = self
 
     @property
     def running(self) -> int:
@@ -161,7 +173,7 @@ class Board:
             if which is None:
                 self.open(load.pieces, gpus, priced)
                 continue
-            which.load, which.gpus, which.priced = load, gpus, priced
+            which.load, which.gpus, which.known = load, gpus, priced
             self.free -= set(gpus)
             self._file(which)
             self.touched.add(which.name)
@@ -185,7 +197,7 @@ class Board:
         return sorted(self._by_base)
 
     def _file(self, which: Bin) -> None:
-        key = which.priced.breach
+        key = which.pressure
         self._keys[which.name] = key
         insort(self._by_base.setdefault(which.base, []), (key, which.name))
         if len(which.gpus) > 1:
@@ -200,7 +212,7 @@ class Board:
 
     def _refile(self, which: Bin, priced: Priced) -> None:
         self._unfile(which)
-        which.priced = priced
+        which.known = priced
         self._file(which)
         self.touched.add(which.name)
 
@@ -278,8 +290,13 @@ class _Telling:
         for name in [each.name for each in board.bins.values() if each.is_new]:
             self._start(board.bins[name], starting[name])
         for name, which in board.bins.items():
-            looked_at = everywhere or name in board.touched
-            if looked_at and not which.is_new and self._is_stale(which):
+            if which.is_new:
+                continue
+            slack = WEIGHT_CHANGE if everywhere else math.inf
+            if name in board.touched:
+                # Its bounds were reckoned with the weights that are due.
+                slack = 1e-6
+            if self._is_stale(which, slack):
                 self._resize(which)
         return self.out
 
@@ -362,15 +379,13 @@ class _Telling:
                 weights=tuple(weights.values()),
                 reasons=which.reasons
                 if which.reasons.why
-                else Reasons(
-                    why="its jobs or their dues changed",
-                    before=which.was_worth,
-                    after=which.priced.worth,
-                ),
+                else Reasons(why="its jobs or their dues changed", after=which.priced.worth),
             )
         )
 
-    def _is_stale(self, which: Bin) -> bool:
+    def _is_stale(self, which: Bin, slack: float) -> bool:
+        if slack == math.inf:
+            return False
         if self.plans[which.name].bucket != which.priced.bucket:
             return True
         weights = self.weights[which.name]
@@ -379,4 +394,4 @@ class _Telling:
             # All batches are whole in every round, whatever the weights.
             return False
         ratios = [weight / self.board.pieces[name].weight for name, weight in weights.items()]
-        return max(ratios) > min(ratios) * (1 + WEIGHT_CHANGE)
+        return max(ratios) > min(ratios) * (1 + slack)

@@ -17,6 +17,7 @@ from tlora.schedule.pricing import Load, Priced
 from tlora.schedule.tolls import Tolls
 
 LONGEST_PREFIX = 8
+TURN_S = 60.0
 
 
 class Merging:
@@ -45,9 +46,11 @@ class Merging:
         seeds: int,
     ) -> bool:
         row = [each for each in board.bins.values() if each.base == base]
-        row.sort(key=lambda each: (-_urgency(each), -each.priced.breach, each.name))
+        row.sort(key=lambda each: (-_urgency(each), -each.pressure, each.name))
         helped = False
-        for seed in row[:seeds]:
+        # Every group has its turn as a seed, from tick to tick.
+        first = int(board.state.now // TURN_S) * seeds % max(1, len(row))
+        for seed in [*row[first:], *row[:first]][:seeds]:
             if seed.name not in board.bins:
                 continue
             candidates = [

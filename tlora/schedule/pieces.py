@@ -34,6 +34,9 @@ class Piece:
     worth_s: float
     """GPUs' worth x seconds of one of its steps."""
 
+    density: float
+    """GPUs' worth x seconds per token."""
+
     rank: int
     """In order of arrival."""
 
@@ -65,6 +68,7 @@ def pieces_of(state: State, costs: Costs) -> dict[str, Piece]:
             weight=fair_rate * figures.batch_tokens * request.load.weight,
             urgency=behind / request.slowdown_bound * credit.get(request.tenant, 1.0),
             worth_s=request.gpus * figures.solo_step_s,
+            density=request.gpus * figures.solo_step_s / figures.batch_tokens,
             rank=rank,
         )
     return result

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tlora.core.cluster import Link
-from tlora.costs.groups import NO_WORK, BaseCosts, Costs, RoundWork, fullest_part, shared_tokens
+from tlora.costs.groups import BaseCosts, Costs, RoundWork, fullest_part, shared_tokens
 from tlora.schedule.pieces import Piece
 
 ROUNDING = 1e-9
@@ -36,18 +36,31 @@ class Priced:
 class Load:
     """Sums over the jobs of a group; adding one is cheap."""
 
-    __slots__ = ("latent", "limit_s", "longest", "parameters", "pieces", "pressed", "work", "worth")
+    __slots__ = (
+        "densest",
+        "latent",
+        "limit_s",
+        "longest",
+        "parameters",
+        "pieces",
+        "pressed",
+        "thinnest",
+        "work",
+        "worth",
+    )
 
     def __init__(
         self,
-        pieces: tuple[Piece, ...] = (),
-        work: RoundWork = NO_WORK,
-        worth: float = 0.0,
-        limit_s: float = float("inf"),
-        pressed: str = "",
-        longest: int = 0,
-        parameters: float = 0.0,
-        latent: float = 0.0,
+        pieces: tuple[Piece, ...],
+        work: RoundWork,
+        worth: float,
+        limit_s: float,
+        pressed: str,
+        longest: int,
+        parameters: float,
+        latent: float,
+        densest: float,
+        thinnest: float,
     ) -> None:
         self.pieces = pieces
         self.work = work
@@ -57,6 +70,10 @@ class Load:
         self.longest = longest
         self.parameters = parameters
         self.latent = latent
+        self.densest = densest
+        """GPUs' worth per token, of the job that has most of it."""
+
+        self.thinnest = thinnest
 
     def plus(self, piece: Piece) -> "Load":
         figures = piece.figures
@@ -70,6 +87,8 @@ class Load:
             max(self.longest, figures.longest),
             self.parameters + figures.parameters,
             self.latent + figures.latent,
+            max(self.densest, piece.density),
+            min(self.thinnest, piece.density),
         )
 
     def merged(self, other: "Load") -> "Load":
@@ -83,6 +102,8 @@ class Load:
             max(self.longest, other.longest),
             self.parameters + other.parameters,
             self.latent + other.latent,
+            max(self.densest, other.densest),
+            min(self.thinnest, other.thinnest),
         )
 
     def without(self, *pieces: Piece) -> "Load":
@@ -91,10 +112,51 @@ class Load:
 
 
 def load_of(pieces: Sequence[Piece]) -> Load:
-    load = Load()
+    """Of at least one job."""
+    tokens = squares = lora_s = sequences = steps = step_s = stepped = 0.0
+    worth = parameters = latent = densest = 0.0
+    limit_s = thinnest = float("inf")
+    pressed, longest = "", 0
     for piece in pieces:
-        load = load.plus(piece)
-    return load
+        figures = piece.figures
+        whole = figures.whole
+        tokens += whole[0]
+        squares += whole[1]
+        lora_s += whole[2]
+        sequences += whole[3]
+        steps += whole[4]
+        step_s += whole[5]
+        stepped += whole[6]
+        worth += piece.worth_s
+        parameters += figures.parameters
+        latent += figures.latent
+        if piece.limit_s < limit_s:
+            limit_s, pressed = piece.limit_s, piece.name
+        if figures.longest > longest:
+            longest = figures.longest
+        if piece.density > densest:
+            densest = piece.density
+        if piece.density < thinnest:
+            thinnest = piece.density
+    return Load(
+        tuple(pieces),
+        RoundWork(tokens, squares, lora_s, sequences, steps, step_s, stepped),
+        worth,
+        limit_s,
+        pressed,
+        longest,
+        parameters,
+        latent,
+        densest,
+        thinnest,
+    )
+
+
+PADDING = 1.1
+"""Rows for each token: above it smaller buckets are looked at too."""
+
+MIXED = 1.5
+"""And where jobs differ by more than this in GPUs' worth per token."""
 
 
 class Pricing:
@@ -109,7 +171,14 @@ class Pricing:
         breaks them least."""
         base = self.costs.base(load.pieces[0].base)
         pace = self.costs.mistake(load.latent, len(load.pieces)) / speed
-        best = self._whole(base, load, replicas, link, pace)
+        best, padding = self._whole(base, load, replicas, link, pace)
+        if (
+            best is not None
+            and best.holds
+            and padding <= PADDING
+            and load.densest <= MIXED * load.thinnest
+        ):
+            return best
         for bucket in reversed(base.buckets):
             if bucket * replicas >= load.work.tokens:
                 continue
@@ -124,14 +193,14 @@ class Pricing:
 
     def _whole(
         self, base: BaseCosts, load: Load, replicas: int, link: Link | None, pace: float
-    ) -> Priced | None:
-        """Every job's whole batch in each round, so that all step together; None if no bucket holds
-        that."""
+    ) -> tuple[Priced | None, float]:
+        """Every job's whole batch in each round, so that all step together, and the rows for each
+        token; None if no bucket holds that."""
         work = load.work
         part = fullest_part(work.sequences, replicas)
         bucket = base.bucket_for(work.tokens * part)
         if bucket is None:
-            return None
+            return None, 1.0
         self.asked += 1
         segments = float(len(load.pieces))
         if replicas > 1:
@@ -143,15 +212,9 @@ class Pricing:
         )
         fits = base.fits(memory)
         breach = seconds / load.limit_s
-        return Priced(
-            bucket,
-            load.worth / seconds,
-            breach,
-            load.pressed,
-            memory,
-            fits,
-            fits and breach <= 1 + ROUNDING,
-        )
+        holds = fits and breach <= 1 + ROUNDING
+        found = Priced(bucket, load.worth / seconds, breach, load.pressed, memory, fits, holds)
+        return found, rows / (work.tokens * part)
 
     def _shared(
         self,

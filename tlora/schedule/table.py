@@ -5,9 +5,12 @@ from dataclasses import dataclass
 
 from tlora.core.errors import SpecError
 from tlora.costs.groups import Costs, Kernel
+from tlora.schedule.fifo import FifoMemory
+from tlora.schedule.makespan import Makespan
 from tlora.schedule.policy import Policy
 from tlora.schedule.settings import Settings
 from tlora.schedule.solo import Solo
+from tlora.schedule.srtf import Srtf
 from tlora.schedule.tlora import Tlora
 
 
@@ -23,10 +26,22 @@ class Entry:
 POLICIES: dict[str, Entry] = {
     "tlora": Entry(Tlora, "fused", "grouped by residual capacity, bounds holding"),
     "solo": Entry(lambda costs, _: Solo(costs), "fused", "each job alone on its GPUs, FIFO"),
+    "fifo-memory": Entry(FifoMemory, "unfused", "mLoRA: in order of arrival while memory permits"),
+    "tlora-no-scheduler": Entry(
+        lambda costs, settings: FifoMemory(costs, settings, "tlora-no-scheduler"),
+        "fused",
+        "mLoRA's grouping, our kernel",
+    ),
     "tlora-no-kernel": Entry(
         lambda costs, settings: Tlora(costs, settings, "tlora-no-kernel"),
         "unfused",
         "our grouping, adapters in a loop",
+    ),
+    "srtf": Entry(
+        lambda costs, _: Srtf(costs), "fused", "shortest remaining time first, alone: a bound"
+    ),
+    "makespan": Entry(
+        lambda costs, _: Makespan(costs), "fused", "ALTO between tasks: least time for all"
     ),
 }
 

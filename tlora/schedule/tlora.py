@@ -27,7 +27,7 @@ PASSES = 4
 RUNNING_LOOKED_AT = 4
 """Running jobs, of the groups nearest to or beyond their bounds, that a turn tries to move."""
 
-SEEDS = 6
+SEEDS = 1
 """Groups per base and tier that a tick tries to merge others into."""
 
 
@@ -44,6 +44,8 @@ class Tlora:
         return self.merging.misses
 
     def decide(self, state: State, events: Sequence[Event]) -> list[Decision]:
+        if not state.up_gpus:
+            return []
         refused = self._refused(state)
         pieces = pieces_of(state, self.costs)
         for decision in refused:

@@ -1,0 +1,75 @@
+"""Laws that a turn's decisions must keep, whatever policy made them; for tests and audits.
+
+Bounds and memory are looked at by the plain prediction of what will be there, not by what the
+policy reckoned with.
+"""
+
+import copy
+from collections.abc import Sequence
+
+from tlora.core.decision import Decision
+from tlora.core.state import GroupState, State
+from tlora.costs.groups import Costs, GroupPrediction
+from tlora.schedule.fairness import fair_gpus
+
+ROUNDING = 1e-6
+
+
+def broken_laws(
+    state: State, decisions: Sequence[Decision], costs: Costs, *, bounds: bool = True
+) -> list[str]:
+    """What is wrong, in words: a GPU booked twice, memory over-committed, and, with `bounds`, a job
+    of a group that was touched that is slower than its bound and than it was before."""
+    after = copy.deepcopy(state)
+    for decision in decisions:
+        try:
+            after.apply(decision)
+        except AssertionError as error:
+            return [f"{decision}: {error}"]
+    try:
+        after.check()
+    except AssertionError as error:
+        return [str(error)]
+    found: list[str] = []
+    fair = fair_gpus(after)
+    for group in after.groups.values():
+        old = state.groups.get(group.name)
+        if old is not None and _same(old, group):
+            continue
+        predicted = _predict(after, group, costs)
+        if not predicted.fits:
+            found.append(f"{group.name} does not fit into memory")
+        if bounds:
+            before = _slowdowns(state, old, costs, fair) if old is not None else {}
+            for name, slowdown in _slowdowns(after, group, costs, fair).items():
+                bound = after.jobs[name].request.slowdown_bound
+                if slowdown > max(bound, before.get(name, 0.0)) * (1 + ROUNDING):
+                    found.append(f"{name} in {group.name}: slowdown {slowdown:.3f} over {bound}")
+    return found
+
+
+def _same(one: GroupState, other: GroupState) -> bool:
+    return (one.jobs, one.gpus, one.plan) == (other.jobs, other.gpus, other.plan)
+
+
+def _predict(state: State, group: GroupState, costs: Costs) -> GroupPrediction:
+    return costs.predict(
+        [state.jobs[name].request for name in group.jobs],
+        list(group.jobs.values()),
+        group.plan,
+        state.cluster.tier(group.gpus),
+        speed=min(state.speed.get(gpu, 1.0) for gpu in group.gpus),
+    )
+
+
+def _slowdowns(
+    state: State, group: GroupState, costs: Costs, fair: dict[str, float]
+) -> dict[str, float]:
+    """Fair rate / rate of each job of the group."""
+    rates = _predict(state, group, costs).steps_per_s
+    result: dict[str, float] = {}
+    for name, rate in zip(group.jobs, rates, strict=True):
+        request = state.jobs[name].request
+        due = fair.get(name, 0.0) / request.gpus / costs.figures(request).solo_step_s
+        result[name] = due / rate
+    return result
