@@ -1,6 +1,7 @@
 """`tlora simulate`."""
 
 import json as json_lines
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -118,8 +119,8 @@ def simulate(
 
     if bad_rows not in ("refuse", "skip"):
         raise SpecError(f"must be refuse or skip, got '{bad_rows}'", field="--bad-rows")
-    if load < 0:
-        raise SpecError(f"must be at least 0, got {load}", field="--load")
+    if not 0 <= load < math.inf:
+        raise SpecError(f"must be a number of at least 0, got {load}", field="--load")
     for name, value in (
         ("--days", days),
         ("--jobs", jobs),
@@ -128,8 +129,8 @@ def simulate(
         ("--repair", repair),
         ("--straggle", straggle),
     ):
-        if value is not None and value <= 0:
-            raise SpecError(f"must be above 0, got {value}", field=name)
+        if value is not None and not 0 < value < math.inf:
+            raise SpecError(f"must be a number above 0, got {value}", field=name)
     for name, path in (("--json", json), ("--html", html)):
         check_place(name, path)
     names = COMPARED if policy is None else tuple(each.strip() for each in policy.split(","))

@@ -24,6 +24,9 @@ from tlora.simulation.world import World
 
 COMPARED = ("tlora", "solo", "fifo-memory", "tlora-no-scheduler", "tlora-no-kernel", "srtf")
 GPUS = 32
+LARGEST_ERROR = 2.0
+"""Beyond it half of all predictions are off by more than a factor of four."""
+
 PREFERRED_PROFILE = "h200-llama-8b"
 ASSUMED_PROFILE = "assumed-8b"
 
@@ -58,12 +61,18 @@ class Setting:
                 raise SpecError(f"'{name}' is none of {', '.join(POLICIES)}", field="--policy")
         if len(set(self.policies)) < len(self.policies):
             raise SpecError("names one twice", field="--policy")
-        for name, value in (("--gpus", self.gpus), ("--seeds", self.seeds)):
+        for name, value in (
+            ("--gpus", self.gpus),
+            ("--per-node", self.per_node),
+            ("--nodes-per-rack", self.nodes_per_rack),
+            ("--seeds", self.seeds),
+        ):
             if value < 1:
                 raise SpecError(f"must be at least 1, got {value}", field=name)
-        if self.predictor_error < 0:
+        if not 0 <= self.predictor_error <= LARGEST_ERROR:
             raise SpecError(
-                f"must be at least 0, got {self.predictor_error}", field="--predictor-error"
+                f"must be between 0 and {LARGEST_ERROR:g}, got {self.predictor_error}",
+                field="--predictor-error",
             )
         if not self.trace.jobs:
             raise SpecError("leaves no job of the trace", field="--days, --jobs")
@@ -76,7 +85,7 @@ class Setting:
 
     @property
     def profiles(self) -> dict[str, Profile]:
-        return {base: self.profile for base in bases_of(self.trace.jobs)}
+        return dict.fromkeys(bases_of(self.trace.jobs), self.profile)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class Line:
     label: str
     cells: tuple[str, ...]
     best: tuple[bool, ...]
-    """Which of them is the best, where one is better than another."""
+    """Which of them is better than all others, if any is."""
 
 
 def write_report(comparison: Comparison, path: Path) -> None:
@@ -78,17 +78,16 @@ def table_lines(comparison: Comparison) -> list[Line]:
     def line(
         label: str, show: Callable[[Any], str], *names: str, least: bool | None = None
     ) -> Line:
-        values = found
+        values: list[Any] = list(found)
         for name in names:
             values = [each[name] for each in values]
+        cells = tuple(show(value) for value in values)
         known = [value for value in values if value is not None]
-        worth_saying = least is not None and len(set(known)) > 1
-        top = (min(known) if least else max(known)) if worth_saying else None
-        return Line(
-            label,
-            tuple(show(value) for value in values),
-            tuple(value is not None and value == top for value in values),
-        )
+        if least is None or not known:
+            return Line(label, cells, (False,) * len(cells))
+        top = show(min(known) if least else max(known))
+        # What reads the same is no better.
+        return Line(label, cells, tuple(cells.count(top) == 1 and cell == top for cell in cells))
 
     def percent(value: float | None) -> str:
         return "-" if value is None else f"{value:.1%}"

@@ -18,8 +18,8 @@ from tlora.simulation.traces import DAY_S, TraceJob
 SMALL_TRACE = SIMULATION / "small.csv"
 """`synthetic_jobs(400, days=4, seed=0)`, as `write_trace` wrote it."""
 
-GPUS = ((1, 0.88), (2, 0.04), (4, 0.05), (8, 0.03))
-TENANTS = (("research", 0.5), ("search", 0.3), ("support", 0.2))
+GPUS = {1: 0.88, 2: 0.04, 4: 0.05, 8: 0.03}
+TENANTS = {"research": 0.5, "search": 0.3, "support": 0.2}
 MEDIAN_S, SIGMA, LONGEST_S = 2400.0, 1.6, 2 * DAY_S
 BURST = 0.15
 """The part of arrivals that bring further jobs like it along."""
@@ -34,8 +34,8 @@ def synthetic_jobs(count: int, *, days: float, seed: int) -> list[TraceJob]:
         # Most work is handed in by day.
         if draw.random() > 0.55 + 0.45 * math.sin(2 * math.pi * (at / DAY_S - 0.25)):
             continue
-        tenant = draw.choices(*zip(*TENANTS, strict=True))[0]
-        gpus = draw.choices(*zip(*GPUS, strict=True))[0]
+        tenant = draw.choices(list(TENANTS), list(TENANTS.values()))[0]
+        gpus = draw.choices(list(GPUS), list(GPUS.values()))[0]
         many = draw.randint(4, 12) if draw.random() < BURST else 1
         for place in range(many):
             duration = min(LONGEST_S, max(60.0, draw.lognormvariate(math.log(MEDIAN_S), SIGMA)))

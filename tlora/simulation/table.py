@@ -1,6 +1,5 @@
 """A comparison in words and numbers, for a terminal of 80 columns."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,17 +87,13 @@ def sentences(comparison: Comparison) -> list[str]:
 
 
 def duration(seconds: float | None) -> str:
-    """42 s, 3:05 (minutes), 3:05:10, 3d 4h."""
+    """42 s, 3.1 min, 5.0 h, 2.5 d."""
     if seconds is None:
         return "-"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{seconds:.1f} s" if seconds < 9.95 else f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60}:{whole % 60:02}"
-    if whole < 36 * 3600:
-        return f"{whole // 3600}:{whole % 3600 // 60:02}:{whole % 60:02}"
-    return f"{whole // 86400}d {whole % 86400 // 3600}h"
+    for length, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
 
 
 def rate(value: float) -> str:
@@ -118,8 +113,8 @@ def _means(comparison: Comparison) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _times(upper: dict[str, Any], lower: dict[str, Any], *names: str) -> str:
-    values: Sequence[Any] = (upper, lower)
+    above: Any = upper
+    below: Any = lower
     for name in names:
-        values = [each[name] for each in values]
-    above, below = values
+        above, below = above[name], below[name]
     return "-" if not above or not below else f"{above / below:.2f}x"

@@ -3,22 +3,34 @@
 const CLASSES = [[1, "1 job"], [2, "2 jobs"], [4, "3-4 jobs"], [8, "5-8 jobs"], [Infinity, "9 jobs or more"]];
 let shown = DATA.policies[0];
 
+// Lines that lie on each other can still be told apart.
+const STROKES = ["", "9 4", "2 3", "10 3 2 3", "5 3", "14 4", "6 2 2 2 2 2", "3 6"];
+
 function spanText(seconds) {
-  if (seconds < 1) return `${seconds.toPrecision(1)} s`;
-  if (seconds < 120) return `${trim(seconds)} s`;
-  if (seconds < 7200) return `${trim(seconds / 60)} min`;
-  if (seconds < 172800) return `${trim(seconds / 3600)} h`;
-  return `${trim(seconds / 86400)} d`;
+  for (const [length, unit] of [[86400, "d"], [3600, "h"], [60, "min"]]) {
+    if (seconds >= length * 0.9995) return `${trim(seconds / length)} ${unit}`;
+  }
+  return seconds >= 1 || seconds === 0 ? `${trim(seconds)} s` : `${seconds.toPrecision(1)} s`;
 }
 
 function percentText(value) { return `${Math.round(value * 100)} %`; }
 
 function drawLegend() {
-  for (const [place, item] of [...document.querySelectorAll("#policies li")].entries()) item.prepend(swatch(place, { width: 26 }));
+  for (const [place, item] of [...document.querySelectorAll("#policies li")].entries()) item.prepend(mark(place));
+}
+
+function mark(slot) {
+  return svg("svg", { width: 34, height: 12, "aria-hidden": "true" },
+    svg("line", { x1: 0, x2: 34, y1: 6, y2: 6, stroke: colour(slot), "stroke-width": slot ? 2.5 : 3.5, "stroke-dasharray": STROKES[slot % STROKES.length] }));
+}
+
+// The first policy is drawn last, above the others.
+function inDrawingOrder() {
+  return [...DATA.policies.entries()].reverse();
 }
 
 function curve(slot, points) {
-  return svg("path", { d: line(points), class: "curve", stroke: colour(slot), "stroke-dasharray": dash(slot) });
+  return svg("path", { d: line(points), class: slot ? "curve" : "curve first", stroke: colour(slot), "stroke-dasharray": STROKES[slot % STROKES.length] });
 }
 
 function axisTitle(frame, text) {
@@ -44,15 +56,15 @@ function drawJct() {
   frame.axisY([0, 0.25, 0.5, 0.75, 1], percentText);
   frame.axisX(durationTicks(low, high, frame.room).map(Math.log10), (at) => spanText(Math.pow(10, at)));
   axisTitle(frame, "time from arrival to end");
-  DATA.policies.forEach((policy, slot) => {
+  for (const [slot, policy] of inDrawingOrder()) {
     const times = DATA.jct[policy];
     frame.root.append(curve(slot, times.map((time, at) => [frame.x(Math.log10(time)), frame.y(at / (times.length - 1))])));
-  });
+  }
   frame.onHover((wanted) => {
     const limit = Math.pow(10, wanted);
     const rows = DATA.policies.map((policy, slot) => {
       const times = DATA.jct[policy], inside = times.filter((time) => time <= limit).length;
-      return [swatch(slot, { width: 26 }), policy, times.length ? percentText(Math.max(0, inside - 1) / (times.length - 1)) : "-"];
+      return [mark(slot), policy, times.length ? percentText(Math.max(0, inside - 1) / (times.length - 1)) : "-"];
     });
     return { at: wanted, title: `within ${spanText(limit)}`, rows };
   });
@@ -70,14 +82,14 @@ function drawOverTime(name, { text, whole, last }) {
   frame.axisX(timeTicks(0, end, frame.room), spanText);
   if (whole) frame.root.append(svg("line", { x1: frame.left, x2: frame.width - frame.right, y1: frame.y(1), y2: frame.y(1), class: "full" }));
   if (last) axisTitle(frame, "time since the first arrival");
-  DATA.policies.forEach((policy, slot) => {
+  for (const [slot, policy] of inDrawingOrder()) {
     const values = DATA.over_time[policy][name];
     frame.root.append(curve(slot, values.map((value, at) => [frame.x((times[at - 1] ?? 0) / 2 + times[at] / 2), frame.y(value)])));
-  });
+  }
   frame.onHover((wanted) => {
     let at = times.findIndex((each) => each >= wanted);
     if (at < 0) at = times.length - 1;
-    return { at: wanted, title: spanText(wanted), rows: DATA.policies.map((policy, slot) => [swatch(slot, { width: 26 }), policy, text(DATA.over_time[policy][name][at])]) };
+    return { at: wanted, title: spanText(wanted), rows: DATA.policies.map((policy, slot) => [mark(slot), policy, text(DATA.over_time[policy][name][at])]) };
   });
 }
 
