@@ -367,8 +367,13 @@ class _Telling:
 
     def _resize(self, which: Bin, gpus: tuple[int, ...] | None = None) -> None:
         gpus = gpus or which.gpus
-        plan = Plan(replicas=len(gpus), bucket=which.priced.bucket)
+        bucket = which.priced.bucket
         weights = {name: self.board.pieces[name].weight for name in self.weights[which.name]}
+        if not which.priced.holds:
+            # Bounds are broken already: with the old bucket and weights nobody is worse off for
+            # what others gain.
+            bucket, weights = self.plans[which.name].bucket, self.weights[which.name]
+        plan = Plan(replicas=len(gpus), bucket=bucket)
         self.gpus[which.name], self.plans[which.name] = gpus, plan
         self.weights[which.name] = weights
         self.out.append(
@@ -384,7 +389,7 @@ class _Telling:
         )
 
     def _is_stale(self, which: Bin, slack: float) -> bool:
-        if slack == math.inf:
+        if slack == math.inf or not which.priced.holds:
             return False
         if self.plans[which.name].bucket != which.priced.bucket:
             return True

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from tlora.core.decision import Reasons
 from tlora.schedule.board import Bin, Board
 from tlora.schedule.pieces import Piece
-from tlora.schedule.pricing import Load, Priced, load_of
+from tlora.schedule.pricing import Load, Priced, load_of, no_worse
 
-CANDIDATES = 12
+CANDIDATES = 8
 """Groups looked at for one job."""
 
 EPSILON = 1e-6
@@ -179,7 +179,9 @@ def trade_gpus(board: Board, widest: int | None = None) -> bool:
             gpus = (*taker.gpus, *gift.given)
             more = board.price(taker.load, gpus)
             gain = more.worth - taker.priced.worth - gift.loss
-            if gain > EPSILON and more.fits and (best is None or gain > best[0]):
+            if gain <= EPSILON or not no_worse(more, taker.priced):
+                continue
+            if best is None or gain > best[0]:
                 best = (gain, gift, gpus, more)
         if best is not None:
             _, gift, gpus, more = best

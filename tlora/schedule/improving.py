@@ -21,7 +21,7 @@ from tlora.schedule.grouping import (
     useful_replicas,
 )
 from tlora.schedule.pieces import Piece
-from tlora.schedule.pricing import Load, Priced, load_of
+from tlora.schedule.pricing import Load, Priced, load_of, no_worse
 from tlora.schedule.tolls import Tolls
 
 ROUNDS = 4
@@ -60,13 +60,14 @@ def _changes(board: Board, piece: Piece, movable: set[str], widest: int | None) 
     if name is None:
         return
     source = board.bins[name]
+    yield from _relocations(board, source)
     if len(source.load.pieces) == 1:
         yield from _hand_overs(board, piece, source, movable, widest)
         return
     rest = source.load.without(piece)
     rest_priced = board.price(rest, source.gpus)
     alone = load_of([piece])
-    if _no_worse(rest_priced, source.priced):
+    if no_worse(rest_priced, source.priced):
         for target in board.roomiest(piece.base, CANDIDATES):
             if target is not source:
                 load = target.load.plus(piece)
@@ -95,7 +96,7 @@ def _changes(board: Board, piece: Piece, movable: set[str], widest: int | None) 
                 if left.holds:
                     gain = left.worth + mine.worth - source.priced.worth
                     yield Change(gain, [(source, rest, kept, left), (None, alone, given, mine)])
-            elif _no_worse(rest_priced, source.priced):
+            elif no_worse(rest_priced, source.priced):
                 left = board.price(donor.load, kept)
                 if left.holds:
                     gain = left.worth + mine.worth + rest_priced.worth
@@ -111,6 +112,16 @@ def _changes(board: Board, piece: Piece, movable: set[str], widest: int | None) 
     yield from _swaps(board, piece, source, rest, movable)
 
 
+def _relocations(board: Board, source: Bin) -> Iterator[Change]:
+    """The whole group to free GPUs, away from slow ones or nearer to each other."""
+    gpus = board.choose(len(source.gpus))
+    if gpus is not None and (board.state.speed or len(gpus) > 1):
+        priced = board.price(source.load, gpus)
+        if no_worse(priced, source.priced):
+            gain = priced.worth - source.priced.worth
+            yield Change(gain, [(source, source.load, gpus, priced)])
+
+
 def _swaps(
     board: Board, piece: Piece, source: Bin, rest: Load, movable: set[str]
 ) -> Iterator[Change]:
@@ -123,10 +134,10 @@ def _swaps(
                 continue
             one, two = rest.plus(other), target.load.without(other).plus(piece)
             mine = board.price(one, source.gpus)
-            if not _no_worse(mine, source.priced):
+            if not no_worse(mine, source.priced):
                 continue
             theirs = board.price(two, target.gpus)
-            if _no_worse(theirs, target.priced):
+            if no_worse(theirs, target.priced):
                 gain = mine.worth + theirs.worth - source.priced.worth - target.priced.worth
                 yield Change(
                     gain, [(source, one, source.gpus, mine), (target, two, target.gpus, theirs)]
@@ -174,7 +185,6 @@ def _hand_overs(
                 yield Change(
                     both.worth - lost, [(source, None, (), None), (target, load, pooled, both)]
                 )
-    # Its place for another job that is alone, of another base maybe: nothing to gain.
 
 
 def spread(board: Board, tolls: Tolls, movable: set[str], widest: int | None) -> bool:
@@ -277,7 +287,7 @@ def _uses(
                     rest_load = which.load.without(other)
                     rest = board.price(rest_load, which.gpus)
                     mine = board.price(load_of([other]), gpus)
-                    if mine.holds and _no_worse(rest, which.priced):
+                    if mine.holds and no_worse(rest, which.priced):
                         yield Change(
                             rest.worth + mine.worth - which.priced.worth,
                             [
@@ -304,10 +314,6 @@ def _apply(board: Board, change: Change, cost_s: float) -> None:
                     cost_s=cost_s or None,
                     bound_by=priced.bound_by,
                 )
-
-
-def _no_worse(after: Priced, before: Priced) -> bool:
-    return after.fits and after.breach <= max(1.0, before.breach) * (1 + 1e-9)
 
 
 def exchange(board: Board, fresh: Iterable[Piece]) -> bool:

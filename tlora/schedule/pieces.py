@@ -21,57 +21,83 @@ class Piece:
     base: str
     gpus: int
     figures: JobFigures
-    fair_gpus: float
-    limit_s: float
-    """The most seconds that a step may take: bound / fair rate."""
-
-    weight: float
-    """Fair tokens per second: in a full nano-batch all jobs are slowed alike."""
-
-    urgency: float
-    """How far its slowdown since it arrived, waiting included, presses on its bound."""
+    tokens: float
+    """Of a batch, by the user's own weight."""
 
     worth_s: float
     """GPUs' worth x seconds of one of its steps."""
 
     density: float
-    """GPUs' worth x seconds per token."""
+    """The same per token."""
 
-    rank: int
+    fair_gpus: float = 0.0
+    limit_s: float = 0.0
+    """The most seconds that a step may take: bound / fair rate."""
+
+    weight: float = 0.0
+    """Fair tokens per second: in a full nano-batch all jobs are slowed alike."""
+
+    urgency: float = 0.0
+    """How far its slowdown since it arrived, waiting included, presses on its bound."""
+
+    rank: int = 0
     """In order of arrival."""
 
-    @property
-    def fair_rate(self) -> float:
-        return self.job.request.slowdown_bound / self.limit_s
+
+class Pieces:
+    """Makes them every turn, and keeps what does not change between turns."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+        self._kept: dict[str, Piece] = {}
+
+    def of(self, state: State) -> dict[str, Piece]:
+        """Of all runnable jobs, by name, in order of arrival."""
+        fair = fair_gpus(state)
+        credit = {tenant: credit_of(state, tenant) for tenant in state.due}
+        result: dict[str, Piece] = {}
+        kept = self._kept
+        for rank, job in enumerate(state.runnable()):
+            request = job.request
+            name = request.name
+            piece = kept.get(name)
+            if piece is None or piece.job is not job:
+                piece = new_piece(job, self.costs)
+            solo_step_s = piece.figures.solo_step_s
+            due = fair[name]
+            fair_rate = due / piece.gpus / solo_step_s
+            bound = request.slowdown_bound
+            behind = (job.fair_s + FRESH_S) / (job.steps_done * solo_step_s + FRESH_S)
+            piece.fair_gpus = due
+            piece.limit_s = bound / fair_rate
+            piece.weight = fair_rate * piece.tokens
+            piece.urgency = behind / bound * credit.get(request.tenant, 1.0)
+            piece.rank = rank
+            result[name] = piece
+        self._kept = result
+        return dict(result)
+
+
+def new_piece(job: JobState, costs: Costs) -> Piece:
+    """With what depends on the turn left open."""
+    request = job.request
+    figures = costs.figures(request)
+    worth_s = request.gpus * figures.solo_step_s
+    return Piece(
+        job=job,
+        name=request.name,
+        base=request.base,
+        gpus=request.gpus,
+        figures=figures,
+        tokens=figures.batch_tokens * request.load.weight,
+        worth_s=worth_s,
+        density=worth_s / figures.batch_tokens,
+    )
 
 
 def pieces_of(state: State, costs: Costs) -> dict[str, Piece]:
-    """Of all runnable jobs, by name, in order of arrival."""
-    fair = fair_gpus(state)
-    credit = {tenant: credit_of(state, tenant) for tenant in state.due}
-    result: dict[str, Piece] = {}
-    for rank, job in enumerate(state.runnable()):
-        request = job.request
-        figures = costs.figures(request)
-        due = fair[job.name]
-        fair_rate = due / request.gpus / figures.solo_step_s
-        got_s = job.steps_done * figures.solo_step_s
-        behind = (job.fair_s + FRESH_S) / (got_s + FRESH_S)
-        result[job.name] = Piece(
-            job=job,
-            name=job.name,
-            base=request.base,
-            gpus=request.gpus,
-            figures=figures,
-            fair_gpus=due,
-            limit_s=request.slowdown_bound / fair_rate,
-            weight=fair_rate * figures.batch_tokens * request.load.weight,
-            urgency=behind / request.slowdown_bound * credit.get(request.tenant, 1.0),
-            worth_s=request.gpus * figures.solo_step_s,
-            density=request.gpus * figures.solo_step_s / figures.batch_tokens,
-            rank=rank,
-        )
-    return result
+    """Once."""
+    return Pieces(costs).of(state)
 
 
 def credit_of(state: State, tenant: str) -> float:

@@ -8,7 +8,7 @@ from tlora.schedule.pieces import Piece
 from tlora.schedule.pricing import load_of
 from tlora.schedule.settings import Settings
 
-AHEAD = 0.75
+AHEAD = 0.95
 """A group gives way if the most urgent of its jobs is below this part of the waiting one's
 urgency."""
 
@@ -17,10 +17,11 @@ QUANTUM_S = 300.0
 
 
 def make_way(board: Board, settings: Settings) -> None:
+    now = board.state.now
     waiting = [
         piece
         for name, piece in board.pieces.items()
-        if board.place[name] is None and piece.urgency > settings.starving
+        if board.place[name] is None and now - piece.job.since_s >= settings.patience_s
     ]
     waiting.sort(key=lambda piece: (-piece.urgency, piece.rank))
     for piece in waiting[:1]:

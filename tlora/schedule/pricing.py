@@ -153,7 +153,8 @@ def load_of(pieces: Sequence[Piece]) -> Load:
 
 
 PADDING = 1.1
-"""Rows for each token: above it smaller buckets are looked at too."""
+"""Rows for each token, on all replicas as on the fullest: above it smaller buckets are looked at
+too."""
 
 MIXED = 1.5
 """And where jobs differ by more than this in GPUs' worth per token."""
@@ -214,7 +215,7 @@ class Pricing:
         breach = seconds / load.limit_s
         holds = fits and breach <= 1 + ROUNDING
         found = Priced(bucket, load.worth / seconds, breach, load.pressed, memory, fits, holds)
-        return found, rows / (work.tokens * part)
+        return found, rows * replicas / work.tokens
 
     def _shared(
         self,
@@ -275,3 +276,8 @@ def _better(one: Priced, other: Priced) -> bool:
     if one.fits != other.fits:
         return one.fits
     return one.breach < other.breach
+
+
+def no_worse(after: Priced, before: Priced) -> bool:
+    """It fits, and bounds hold, or are broken by no more than before."""
+    return after.fits and after.breach <= max(1.0, before.breach) * (1 + ROUNDING)

@@ -19,12 +19,12 @@ class Settings:
     moves_per_hour: float = 4.0
     """A job may be moved so often per hour of its life, and twice besides."""
 
-    starving: float = 2.0
-    """A waiting job whose urgency is above this may take the GPUs of jobs that are ahead."""
+    patience_s: float = 900.0
+    """A job that has waited so long at a stretch may take the GPUs of jobs that are less urgent."""
 
-    budget: int = 400
-    """Prices that one turn may ask for to improve on what was placed, per job placed at most this
-    and in all eight times this."""
+    budget: int = 100
+    """Prices that a turn may ask for to improve on what was placed: this for each job that was, and
+    32 times this in all."""
 
     audit: bool = False
     """Count how often a scan would have found a better cut than the binary search; slower."""

@@ -16,7 +16,7 @@ from tlora.schedule.board import Board
 from tlora.schedule.grouping import CANDIDATES, place_waiting
 from tlora.schedule.improving import clear_out, exchange, improve, spread
 from tlora.schedule.merging import Merging
-from tlora.schedule.pieces import Piece, pieces_of
+from tlora.schedule.pieces import Piece, Pieces
 from tlora.schedule.preempting import make_way
 from tlora.schedule.settings import Settings
 from tlora.schedule.tolls import Tolls
@@ -36,6 +36,8 @@ class Tlora:
         self.name = name
         self.costs = costs
         self.settings = settings or Settings()
+        self.pieces = Pieces(costs)
+        self._fitting: set[str] = set()
         self.tolls = Tolls(costs, self.settings.horizon_s)
         self.merging = Merging(self.tolls, audit=self.settings.audit)
 
@@ -47,7 +49,7 @@ class Tlora:
         if not state.up_gpus:
             return []
         refused = self._refused(state)
-        pieces = pieces_of(state, self.costs)
+        pieces = self.pieces.of(state)
         for decision in refused:
             del pieces[decision.job]
         if not pieces:
@@ -74,7 +76,7 @@ class Tlora:
     def _place(self, board: Board) -> None:
         """Those that wait; on paper they may be moved about until it is good."""
         arrived = [piece for piece in board.pieces.values() if piece.job.group is None]
-        budget = self.settings.budget * 8
+        budget = self.settings.budget * 32
         for _ in range(PASSES):
             helped = bool(place_waiting(board, self._widest))
             placed = [piece for piece in arrived if board.place[piece.name] is not None]
@@ -127,6 +129,8 @@ class Tlora:
         result: list[Refuse] = []
         for job in state.waiting():
             request = job.request
+            if request.name in self._fitting:
+                continue
             base = self.costs.base(request.base)
             figures = self.costs.figures(request)
             bucket = base.buckets[0]
@@ -139,6 +143,9 @@ class Tlora:
             if not base.fits(memory):
                 why = f"alone it would take {memory / 2**30:.1f} GiB of a GPU"
                 result.append(Refuse(job=job.name, reasons=Reasons(why=why, bound_by="memory")))
+            else:
+                self._fitting.add(request.name)
+        self._fitting &= state.jobs.keys()
         return result
 
 

@@ -1,0 +1,132 @@
+"""Our policy, case by case."""
+
+import pytest
+from support.scheduling import Run, costs_of, request
+
+from tlora.core.cluster import uniform_cluster
+from tlora.core.decision import Decision
+from tlora.core.event import Arrival, Straggler, Tick
+from tlora.core.request import JobRequest
+from tlora.core.state import State
+from tlora.schedule import Settings, make_policy
+from tlora.schedule.merging import best_cut
+from tlora.schedule.tlora import Tlora
+
+
+def decided(gpus: int, *jobs: JobRequest, settings: Settings | None = None) -> list[Decision]:
+    cluster = uniform_cluster(gpus)
+    state = State(cluster)
+    for job in jobs:
+        state.happen(Arrival(0.0, job))
+    return make_policy("tlora", costs_of(cluster), settings).decide(state, [])
+
+
+def groups(decisions: list[Decision]) -> set[frozenset[str]]:
+    return {frozenset(each.jobs) for each in decisions if each.kind == "start"}  # type: ignore[union-attr]
+
+
+def test_where_gpus_abound_everybody_is_alone() -> None:
+    """Nothing is gained by sharing."""
+    found = decided(4, *(request(f"j{i}") for i in range(3)))
+    assert groups(found) == {frozenset({f"j{i}"}) for i in range(3)}
+
+
+def test_where_they_do_not_small_jobs_share() -> None:
+    """Four jobs on two GPUs, two and two; jobs of another base keep apart."""
+    found = groups(decided(2, *(request(f"j{i}") for i in range(4))))
+    assert sorted(map(len, found)) == [2, 2]
+    found = groups(decided(2, request("a"), request("b"), request("c", base="qwen")))
+    assert found == {frozenset("ab"), frozenset("c")}
+
+
+def test_a_wide_job_gives_gpus_to_those_that_wait() -> None:
+    """It arrives first and takes all four; when two others come it goes on with two."""
+    jobs = [request("wide", batch=4, gpus=4, steps=10**5)]
+    jobs += [request(f"j{i}", at=100.0, base="qwen", slowdown_bound=1.2) for i in range(2)]
+    run = Run("tlora", jobs, gpus=4)
+    while len(run.state.jobs) < 3:
+        run.loop.step()
+    widths = {group.base: len(group.gpus) for group in run.state.groups.values()}
+    assert widths["llama"] < 4
+    assert all(job.group is not None for job in run.state.jobs.values())
+
+
+def test_no_group_is_wider_than_what_executors_can_run() -> None:
+    """max_replicas = 1: every plan is of one GPU, at first and later."""
+    jobs = [request(f"j{i}", batch=8, gpus=8, steps=100, at=10.0 * i) for i in range(6)]
+    cluster = uniform_cluster(3)
+    run = Run("tlora", jobs, gpus=3)
+    run.loop.policy = Tlora(costs_of(cluster), Settings(max_replicas=1))
+    run.to_the_end()
+    plans = [
+        d.plan for t in run.store.turns() for d in t.decisions if d.kind in ("start", "resize")
+    ]
+    assert {plan.gpus for plan in plans} == {1}
+
+
+def test_a_job_that_fits_nowhere_is_refused_with_the_figure() -> None:
+    """And the others run."""
+    found = decided(1, request("huge", rank=4096), request("a"))
+    assert [str(each) for each in found if each.kind == "refuse"] == [
+        "huge is refused: alone it would take 176.1 GiB of a GPU; bound by memory"
+    ]
+    assert groups(found) == {frozenset("a")}
+
+
+def test_bases_that_cannot_share_one_gpu_take_turns() -> None:
+    """Nobody starves: each waits for some tens of minutes at most while the other runs."""
+    jobs = [
+        request("a", steps=200_000),
+        request("b", steps=200_000, base="qwen"),
+    ]
+    run = Run("tlora", jobs, gpus=1)
+    longest = {"a": 0.0, "b": 0.0}
+    while run.state.jobs or not run.executor.idle:
+        run.loop.step()
+        for job in run.state.jobs.values():
+            if job.group is None:
+                longest[job.name] = max(longest[job.name], run.state.now - job.since_s)
+    ended = run.ended_at()
+    assert abs(ended["a"] - ended["b"]) < 0.2 * max(ended.values())
+    assert max(longest.values()) < 5_000
+
+
+def test_a_straggler_is_left_by_jobs_that_can_go_elsewhere() -> None:
+    """Its GPU runs at a tenth; another is free."""
+    run = Run("tlora", [request("a", steps=10**5)], gpus=2, world=[Straggler(500.0, 0, 0.1)])
+    while run.state.now < 2000:
+        run.loop.step()
+    (group,) = run.state.groups.values()
+    assert group.gpus == (1,)
+
+
+def test_decisions_do_not_depend_on_what_was_asked_before() -> None:
+    """A policy that has seen another cluster's jobs decides like a new one."""
+    cluster = uniform_cluster(2)
+    used = make_policy("tlora", costs_of(cluster))
+    other = State(cluster)
+    other.happen(Arrival(0.0, request("x", batch=2, gpus=2)))
+    used.decide(other, [Tick(0.0)])
+    state = State(cluster)
+    for i in range(5):
+        state.happen(Arrival(0.0, request(f"j{i}", rank=2**i)))
+    fresh = make_policy("tlora", costs_of(cluster))
+    assert used.decide(state, []) == fresh.decide(state, [])
+
+
+def test_the_cut_is_found_where_gains_rise_and_fall() -> None:
+    """And not where they do not, which is what is counted."""
+    hill = [1.0, 3.0, 4.0, 4.5, 4.4, 1.0, -2.0]
+    assert best_cut(lambda count: hill[count - 1], len(hill)) == 4
+    valley = [5.0, 1.0, 0.5, 0.4, 0.3, 0.6, 9.0]
+    assert best_cut(lambda count: valley[count - 1], len(valley)) != 7
+    assert best_cut(lambda count: 1.0, 1) == 1
+
+
+def test_a_wrong_predictor_costs_little() -> None:
+    """All jobs end, and not much later, with predictions 30 % off."""
+    jobs = [request(f"j{i}", steps=5000 + 1000 * i, at=30.0 * i) for i in range(12)]
+    right = max(Run("tlora", jobs, gpus=3).to_the_end().ended_at().values())
+    wrong = max(Run("tlora", jobs, gpus=3, error=0.3).to_the_end().ended_at().values())
+    assert wrong < right * 1.3
+    assert wrong == pytest.approx(right, rel=0.3)
