@@ -51,6 +51,7 @@ def test_a_trace_of_ones_own_runs_as_it_stands(tlora_command, tmp_path, capsys) 
         (["--seeds", "0"], "--seeds: must be at least 1, got 0"),
         (["--predictor-error", "-0.1"], "--predictor-error: must be between 0 and 2, got -0.1"),
         (["--days", "0"], "--days: must be a number above 0, got 0.0"),
+        (["--skip-days", "99"], "--skip-days, --days: leaves no job of the trace"),
         (["--jobs", "-3"], "--jobs: must be a number above 0, got -3"),
         (["--per-node", "0"], "--per-node: must be at least 1, got 0"),
         (["--profile", "h300"], "--profile: 'h300' is neither a file nor one of"),

@@ -133,7 +133,7 @@ def test_bars_cover_what_groups_held(comparison) -> None:
         ({"per_node": 0}, "--per-node: must be at least 1"),
         ({"predictor_error": -0.1}, "--predictor-error: must be between 0 and 2"),
         ({"predictor_error": float("nan")}, "--predictor-error: must be between 0 and 2"),
-        ({"trace": Trace("t", ())}, "--days, --jobs: leaves no job"),
+        ({"trace": Trace("t", ())}, "--skip-days, --days: leaves no job"),
     ],
 )
 def test_a_wrong_setting_names_the_option(wrong, message) -> None:

@@ -164,6 +164,7 @@ def test_the_first_days_and_jobs_are_counted_from_the_first_arrival(tmp_path) ->
     rows = [f"j{day},{day * 86400},,5,1,," for day in range(3, 9)]
     trace = read_trace(written(tmp_path, CLUSTER, *rows))
     assert [job.name for job in trace.first(days=2).jobs] == ["j3", "j4"]
+    assert [job.name for job in trace.first(skip_days=1.5, days=1).jobs] == ["j5"]
     assert len(trace.first(days=4, jobs=3).jobs) == 3 and len(trace.first().jobs) == 6
 
 

@@ -54,6 +54,9 @@ def simulate(
         float, typer.Option(help="How wrong the policy's predictions are: 0.1 is some 10 %.")
     ] = 0.0,
     seeds: Annotated[int, typer.Option(help="Runs per policy, each with other draws.")] = 1,
+    skip_days: Annotated[
+        float, typer.Option(help="Leave out the first days, where a trace begins slowly.")
+    ] = 0.0,
     days: Annotated[
         float | None, typer.Option(help="Only the first days.", show_default="all")
     ] = None,
@@ -121,6 +124,8 @@ def simulate(
         raise SpecError(f"must be refuse or skip, got '{bad_rows}'", field="--bad-rows")
     if not 0 <= load < math.inf:
         raise SpecError(f"must be a number of at least 0, got {load}", field="--load")
+    if not 0 <= skip_days < math.inf:
+        raise SpecError(f"must be a number of at least 0, got {skip_days}", field="--skip-days")
     for name, value in (
         ("--days", days),
         ("--jobs", jobs),
@@ -138,7 +143,7 @@ def simulate(
     setting = Setting(
         trace=read_trace(
             trace or SMALL_TRACE, on_bad="skip" if bad_rows == "skip" else "raise", sort=sort
-        ).first(days=days, jobs=jobs),
+        ).first(days=days, jobs=jobs, skip_days=skip_days),
         policies=names,
         gpus=gpus,
         per_node=per_node,

@@ -75,7 +75,7 @@ class Setting:
                 field="--predictor-error",
             )
         if not self.trace.jobs:
-            raise SpecError("leaves no job of the trace", field="--days, --jobs")
+            raise SpecError("leaves no job of the trace", field="--skip-days, --days")
 
     @property
     def cluster(self) -> Cluster:

@@ -56,9 +56,14 @@ class Trace:
     left_out: int = 0
     """Rows that are well but no jobs for us: no GPU asked for, or never run."""
 
-    def first(self, *, days: float | None = None, jobs: int | None = None) -> "Trace":
-        """Those of the first days, and no more than so many."""
+    def first(
+        self, *, days: float | None = None, jobs: int | None = None, skip_days: float = 0.0
+    ) -> "Trace":
+        """Those of the first days after the ones that are skipped, and no more than so many."""
         kept = self.jobs
+        if skip_days and kept:
+            start = kept[0].arrival_s + skip_days * DAY_S
+            kept = tuple(job for job in kept if job.arrival_s >= start)
         if days is not None and kept:
             end = kept[0].arrival_s + days * DAY_S
             kept = tuple(job for job in kept if job.arrival_s < end)
