@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test kills check format clean system-deps
+.PHONY: demo test kills simulate check format clean system-deps
 
 demo: $(STAMP)
 	$(BIN)/tlora demo
@@ -16,6 +16,12 @@ test: $(STAMP) $(if $(CI),system-deps)
 # A hundred seeded kills with SIGKILL instead of the suite's ten; prints what it found.
 kills: $(STAMP)
 	TLORA_KILLS=100 $(BIN)/python -m pytest tests/runtime/test_resuming.py -k kills -s
+
+# Every policy on two real traces (TLORA_TEST_DATA), five seeds, one factor at a time: hours on two
+# cores. Broken off, it goes on from where it was. Prints the tables of docs/simulation.md.
+STUDY ?= benchmarks/results/simulate.jsonl
+simulate: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/simulate_study.py --output $(STUDY)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -11,8 +11,10 @@ The traces are in the folder named by TLORA_TEST_DATA.
 import argparse
 import json
 import os
+import subprocess
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -73,6 +75,16 @@ def trace_of(name: str) -> Trace:
     return read_trace(Path(folder) / "traces" / f"{name}.csv.gz")
 
 
+@cache
+def commit() -> str | None:
+    """TLORA_COMMIT where the history is not at hand."""
+    if given := os.environ.get("TLORA_COMMIT"):
+        return given
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout.strip() or None
+
+
 def run(case: Case) -> dict[str, Any]:
     name, profile = choose_profile(case.profile)
     setting = Setting(
@@ -88,7 +100,7 @@ def run(case: Case) -> dict[str, Any]:
     result = run_one(setting, case.policy, case.seed)
     cpu_s = round(time.process_time() - began, 2)
     return (
-        {"v": 1, "kind": "simulate_study"}
+        {"v": 1, "kind": "simulate_study", "commit": commit()}
         | asdict(case)
         | {
             "cpu_s": cpu_s,
@@ -152,7 +164,7 @@ def tables(lines: list[dict[str, Any]]) -> str:
     return "\n".join(out)
 
 
-def grouped(lines: Any) -> dict[str, list[dict[str, Any]]]:
+def grouped(lines: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     for line in lines:
         found.setdefault(line["policy"], []).append(line["metrics"])
@@ -214,7 +226,7 @@ def sweep_rows(lines: list[dict[str, Any]]) -> list[str]:
     return rows
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=JOBS, help="of each trace")
@@ -224,7 +236,7 @@ def main() -> None:
     parser.add_argument("--policies", default=",".join(COMPARED))
     parser.add_argument("--default-only", action="store_true", help="no sweeps")
     parser.add_argument("--table", action="store_true", help="print tables of what is there")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if not options.table:
         wanted = cases(
             jobs=options.jobs,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tlora.core.event import GpuFailure, GpuRepair
-from tlora.simulation.compare import Comparison
+from tlora.simulation.compare import COMPARED, Comparison
 from tlora.simulation.executor import Stretch
 from tlora.simulation.metrics import jct_s
 from tlora.simulation.run import Result
@@ -42,6 +42,7 @@ def plot_data(comparison: Comparison) -> dict[str, Any]:
     window = _window(bars.values(), origin, end, _busiest(results.values(), edges))
     return {
         "policies": list(results),
+        "slots": [_slot(policy, place) for place, policy in enumerate(results)],
         "gpus": comparison.setting.gpus,
         "per_node": comparison.setting.per_node,
         "seed": next(iter(results.values())).seed,
@@ -145,6 +146,11 @@ def outages(result: Result) -> list[tuple[int, float, float]]:
         elif isinstance(event, GpuRepair):
             found += [(gpu, began.pop(gpu), event.time) for gpu in event.gpus if gpu in began]
     return found
+
+
+def _slot(policy: str, place: int) -> int:
+    """Of its colour and dashes."""
+    return COMPARED.index(policy) if policy in COMPARED else len(COMPARED) + place
 
 
 def _bars_of(

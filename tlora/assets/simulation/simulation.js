@@ -16,7 +16,7 @@ function spanText(seconds) {
 function percentText(value) { return `${Math.round(value * 100)} %`; }
 
 function drawLegend() {
-  for (const [place, item] of [...document.querySelectorAll("#policies li")].entries()) item.prepend(mark(place));
+  for (const [place, item] of [...document.querySelectorAll("#policies li")].entries()) item.prepend(mark(DATA.slots[place]));
 }
 
 function mark(slot) {
@@ -24,9 +24,14 @@ function mark(slot) {
     svg("line", { x1: 0, x2: 34, y1: 6, y2: 6, stroke: colour(slot), "stroke-width": slot ? 2.5 : 3.5, "stroke-dasharray": STROKES[slot % STROKES.length] }));
 }
 
+// A policy looks the same whatever it is compared with.
+function withSlots() {
+  return DATA.policies.map((policy, place) => [DATA.slots[place], policy]);
+}
+
 // The first policy is drawn last, above the others.
 function inDrawingOrder() {
-  return [...DATA.policies.entries()].reverse();
+  return withSlots().reverse();
 }
 
 function curve(slot, points) {
@@ -62,7 +67,7 @@ function drawJct() {
   }
   frame.onHover((wanted) => {
     const limit = Math.pow(10, wanted);
-    const rows = DATA.policies.map((policy, slot) => {
+    const rows = withSlots().map(([slot, policy]) => {
       const times = DATA.jct[policy], inside = times.filter((time) => time <= limit).length;
       return [mark(slot), policy, times.length ? percentText(Math.max(0, inside - 1) / (times.length - 1)) : "-"];
     });
@@ -89,7 +94,7 @@ function drawOverTime(name, { text, whole, last }) {
   frame.onHover((wanted) => {
     let at = times.findIndex((each) => each >= wanted);
     if (at < 0) at = times.length - 1;
-    return { at: wanted, title: spanText(wanted), rows: DATA.policies.map((policy, slot) => [mark(slot), policy, text(DATA.over_time[policy][name][at])]) };
+    return { at: wanted, title: spanText(wanted), rows: withSlots().map(([slot, policy]) => [mark(slot), policy, text(DATA.over_time[policy][name][at])]) };
   });
 }
 
