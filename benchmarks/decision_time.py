@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.scheduling import costs_of, request
 
 from tlora.control.loop import Loop
-from tlora.control.replay import _Nobody, _Nowhere  # type: ignore[attr-defined]
+from tlora.control.replay import Nobody, Nowhere
 from tlora.core.clock import ManualClock
 from tlora.core.cluster import uniform_cluster
 from tlora.core.event import Arrival, Completion, Tick
@@ -51,8 +51,8 @@ def measured(jobs: int, gpus: int, turns: int = TURNS) -> dict[str, float]:
     loop = Loop(
         state=State(cluster),
         policy=make_policy("tlora", costs_of(cluster)),
-        executor=_Nobody(),
-        store=_Nowhere(),
+        executor=Nobody(),
+        store=Nowhere(),
         clock=ManualClock(),
     )
     first = loop.turn(0.0, [Arrival(0.0, drawn(draw, f"j{i}", 0.0)) for i in range(jobs)], {})
@@ -130,7 +130,9 @@ def main() -> None:
     parser.add_argument("--svg")
     options = parser.parse_args()
     rows: list[dict[str, float]] = []
-    print(f"{'jobs':>6} {'GPUs':>5} {'p50 ms':>8} {'p99 ms':>8} {'tick ms':>8} {'all at once ms':>15}")
+    print(
+        f"{'jobs':>6} {'GPUs':>5} {'p50 ms':>8} {'p99 ms':>8} {'tick ms':>8} {'all at once ms':>15}"
+    )
     for size in map(int, options.sizes.split(",")):
         row = measured(size, 256 if size == 1000 else max(1, size // 4), options.turns)
         rows.append(row)

@@ -27,9 +27,7 @@ class Difference:
 def replay(turns: Iterable[Turn], *, state: State, policy: Policy) -> Difference | None:
     """The first turn whose decisions differ; None if none do. `state` is the one that the recorded
     run began with."""
-    loop = Loop(
-        state=state, policy=policy, executor=_Nobody(), store=_Nowhere(), clock=ManualClock()
-    )
+    loop = Loop(state=state, policy=policy, executor=Nobody(), store=Nowhere(), clock=ManualClock())
     for turn in turns:
         again = loop.turn(turn.time, turn.events, turn.progress)
         if again.decisions != turn.decisions:
@@ -37,7 +35,7 @@ def replay(turns: Iterable[Turn], *, state: State, policy: Policy) -> Difference
     return None
 
 
-class _Nobody:
+class Nobody:
     """Carries nothing out; what happened is on record."""
 
     idle = True
@@ -55,7 +53,9 @@ class _Nobody:
         pass
 
 
-class _Nowhere:
+class Nowhere:
+    """Remembers nothing."""
+
     def record(self, turn: Turn) -> None:
         pass
 

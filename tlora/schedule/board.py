@@ -14,6 +14,9 @@ from tlora.schedule.pieces import Piece
 from tlora.schedule.placement import choose_gpus
 from tlora.schedule.pricing import Load, Priced, Pricing, load_of
 
+LOOKS = 8
+"""Groups whose bucket and weights are brought up to date at a tick."""
+
 WEIGHT_CHANGE = 0.05
 """Weights that changed by less, against each other, are not worth a decision."""
 
@@ -222,8 +225,8 @@ class Board:
 
     def decisions(self, *, everywhere: bool = False) -> list[Decision]:
         """What leads from the state to the board, in an order that can be carried out: what gives
-        GPUs back comes first. `everywhere`: buckets and weights of groups that nothing happened to
-        are brought up to date too."""
+        GPUs back comes first. `everywhere`: buckets and weights of a few groups that
+        nothing happened to are brought up to date too."""
         self._rename_taken_over()
         return _Telling(self).decisions(everywhere=everywhere)
 
@@ -289,16 +292,23 @@ class _Telling:
                 self._join(piece, name)
         for name in [each.name for each in board.bins.values() if each.is_new]:
             self._start(board.bins[name], starting[name])
+        due = self._due_for_a_look() if everywhere else set[str]()
         for name, which in board.bins.items():
             if which.is_new:
                 continue
-            slack = WEIGHT_CHANGE if everywhere else math.inf
+            slack = WEIGHT_CHANGE if name in due else math.inf
             if name in board.touched:
                 # Its bounds were reckoned with the weights that are due.
                 slack = 1e-6
             if self._is_stale(which, slack):
                 self._resize(which)
         return self.out
+
+    def _due_for_a_look(self) -> set[str]:
+        """A few groups that nothing happened to, others at every tick."""
+        names = list(self.board.bins)
+        first = int(self.board.state.now // 60) * LOOKS % max(1, len(names))
+        return set([*names[first:], *names[:first]][:LOOKS])
 
     def _grow(self) -> None:
         """Groups to their GPUs, each when these are free."""

@@ -26,6 +26,12 @@ from tlora.schedule.tolls import Tolls
 
 ROUNDS = 4
 
+LEAVERS = 4
+"""Jobs of one group that are looked at when GPUs are to be used."""
+
+CLEARLY = 0.15
+"""Of the worth at stake."""
+
 
 @dataclass(slots=True)
 class Change:
@@ -147,7 +153,9 @@ def _swaps(
 def _hand_overs(
     board: Board, piece: Piece, source: Bin, movable: set[str], widest: int | None
 ) -> Iterator[Change]:
-    """A job that is alone joins another group, and its GPUs go to whoever makes most of them."""
+    """A job that is alone joins another group, and its GPUs go to whoever makes most of them.
+    Where GPUs abound that must be clearly better: the best of many predictions is too good."""
+    margin = 0.0 if board.is_contended else CLEARLY
     uses = list(_uses(board, source.gpus, source, movable, widest))
     for target in board.roomiest(piece.base, CANDIDATES):
         if target is source:
@@ -159,10 +167,9 @@ def _hand_overs(
             moved = (target, load, target.gpus, priced)
             for use in uses:
                 if all(which is not target for which, *_ in use.contents):
-                    yield Change(
-                        priced.worth - lost + use.gain,
-                        [(source, None, (), None), moved, *use.contents],
-                    )
+                    gain = priced.worth - lost + use.gain
+                    if gain > margin * lost:
+                        yield Change(gain, [(source, None, (), None), moved, *use.contents])
             # One of the target's jobs takes the GPUs instead.
             for other in target.load.pieces:
                 if other.name in movable:
@@ -181,7 +188,7 @@ def _hand_overs(
         pooled = (*target.gpus, *source.gpus)
         if len(pooled) <= min(useful_replicas(load), widest or len(pooled)):
             both = board.price(load, pooled)
-            if both.holds:
+            if both.holds and both.worth > (1 + margin) * lost:
                 yield Change(
                     both.worth - lost, [(source, None, (), None), (target, load, pooled, both)]
                 )
@@ -282,19 +289,24 @@ def _uses(
                     yield Change(gain, [(which, which.load, pooled, more)])
             if len(which.load.pieces) == 1:
                 continue
-            for other in which.load.pieces:
-                if other.name in movable:
-                    rest_load = which.load.without(other)
-                    rest = board.price(rest_load, which.gpus)
-                    mine = board.price(load_of([other]), gpus)
-                    if mine.holds and no_worse(rest, which.priced):
-                        yield Change(
-                            rest.worth + mine.worth - which.priced.worth,
-                            [
-                                (which, rest_load, which.gpus, rest),
-                                (None, load_of([other]), gpus, mine),
-                            ],
-                        )
+            for other in _most_pressing(which, movable):
+                rest_load = which.load.without(other)
+                rest = board.price(rest_load, which.gpus)
+                mine = board.price(load_of([other]), gpus)
+                if mine.holds and no_worse(rest, which.priced):
+                    yield Change(
+                        rest.worth + mine.worth - which.priced.worth,
+                        [
+                            (which, rest_load, which.gpus, rest),
+                            (None, load_of([other]), gpus, mine),
+                        ],
+                    )
+
+
+def _most_pressing(which: Bin, movable: set[str]) -> list[Piece]:
+    """A few of its jobs that would leave: those that may be slowed least."""
+    found = [piece for piece in which.load.pieces if piece.name in movable]
+    return sorted(found, key=lambda piece: (piece.limit_s, piece.rank))[:LEAVERS]
 
 
 def _apply(board: Board, change: Change, cost_s: float) -> None:

@@ -16,7 +16,7 @@ from tlora.schedule.grouping import EPSILON, useful_replicas
 from tlora.schedule.pricing import Load, Priced
 from tlora.schedule.tolls import Tolls
 
-LONGEST_PREFIX = 8
+LONGEST_PREFIX = 6
 TURN_S = 60.0
 
 
@@ -29,11 +29,15 @@ class Merging:
         self.misses = 0
 
     def merge(self, board: Board, movable: set[str], widest: int | None, seeds: int) -> bool:
-        """At most so many seeds per base and tier. Only jobs of `movable` may leave a group."""
+        """At most so many seeds of one base per tier. Only jobs of `movable` may leave a group."""
+        tiers = [Tier.NODE]
+        tiers += [Tier.RACK] if len(board.cluster.nodes) > 1 else []
+        tiers += [Tier.CLUSTER] if len(board.cluster.racks) > 1 else []
+        # The bases take turns, from tick to tick.
+        base = board.bases[int(board.state.now // TURN_S) % len(board.bases)]
         helped = False
-        for tier in (Tier.NODE, Tier.RACK, Tier.CLUSTER):
-            for base in board.bases:
-                helped |= self._merge_tier(board, base, tier, movable, widest, seeds)
+        for tier in tiers:
+            helped |= self._merge_tier(board, base, tier, movable, widest, seeds)
         return helped
 
     def _merge_tier(

@@ -28,7 +28,7 @@ RUNNING_LOOKED_AT = 4
 """Running jobs, of the groups nearest to or beyond their bounds, that a turn tries to move."""
 
 SEEDS = 1
-"""Groups per base and tier that a tick tries to merge others into."""
+"""Groups per tier that a tick tries to merge others into."""
 
 
 class Tlora:
@@ -63,7 +63,7 @@ class Tlora:
             movable = self._movable(board, _pressed(board))
             spread(board, self.tolls, {piece.name for piece in movable}, self._widest)
         self._relieve(board)
-        if ticks and board.is_contended:
+        if ticks and board.is_contended and board.bins:
             movable = self._movable(board, pieces.values())
             names = {piece.name for piece in movable}
             self.merging.merge(board, names, self._widest, SEEDS)
