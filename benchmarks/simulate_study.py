@@ -25,9 +25,6 @@ from typing import Any
 from tlora.simulation.compare import COMPARED, Setting, choose_profile, mean_of, run_one
 from tlora.simulation.traces import Trace, read_trace
 
-# Days to skip: the first weeks of the Philly trace have next to no jobs.
-TRACES = {"philly_2017": 30.0, "elasticflow_itp_2021": 0.0}
-JOBS = 2000
 SEEDS = 5
 DEFAULT: dict[str, float] = {"gpus": 128, "load": 0.8, "predictor_error": 0.1}
 SWEEPS: dict[str, tuple[float, ...]] = {
@@ -35,6 +32,18 @@ SWEEPS: dict[str, tuple[float, ...]] = {
     "load": (0.5, 1.2),
     "predictor_error": (0.0, 0.3),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Of a trace: as many jobs as three weeks of 128 GPUs take at a load of 0.8."""
+
+    skip_days: float
+    jobs: int
+
+
+# The first weeks of the Philly trace have next to no jobs, and some of the rest is one burst.
+TRACES = {"philly_2017": Part(60.0, 3000), "elasticflow_itp_2021": Part(0.0, 2000)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +62,25 @@ class Case:
         return self.gpus, self.load, self.predictor_error
 
 
-def cases(*, jobs: int, seeds: int, profile: str, policies: list[str], sweeps: bool) -> list[Case]:
+def cases(
+    *, jobs: int | None, seeds: int, profile: str, policies: list[str], sweeps: bool
+) -> list[Case]:
     """The default of every trace first, then one factor after the other."""
     places = [DEFAULT]
     if sweeps:
         places += [DEFAULT | {name: value} for name, values in SWEEPS.items() for value in values]
     return [
-        Case(trace=trace, policy=policy, seed=seed, jobs=jobs, profile=profile, **place)  # type: ignore[arg-type]
+        Case(
+            trace=trace,
+            policy=policy,
+            seed=seed,
+            jobs=jobs or part.jobs,
+            profile=profile,
+            **place,
+        )
         for place in places
         for seed in range(seeds)
-        for trace in TRACES
+        for trace, part in TRACES.items()
         for policy in policies
     ]
 
@@ -88,7 +106,7 @@ def commit() -> str | None:
 def run(case: Case) -> dict[str, Any]:
     name, profile = choose_profile(case.profile)
     setting = Setting(
-        trace=trace_of(case.trace).first(jobs=case.jobs, skip_days=TRACES[case.trace]),
+        trace=trace_of(case.trace).first(jobs=case.jobs, skip_days=TRACES[case.trace].skip_days),
         policies=(case.policy,),
         gpus=int(case.gpus),
         load=case.load,
@@ -229,7 +247,7 @@ def sweep_rows(lines: list[dict[str, Any]]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--jobs", type=int, default=JOBS, help="of each trace")
+    parser.add_argument("--jobs", type=int, help="of each trace; else as many as fit it")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--profile", default=choose_profile(None)[0])

@@ -16,9 +16,9 @@ def test_a_study_goes_on_from_where_it_was(monkeypatch, tmp_path, capsys) -> Non
     script = importlib.import_module("simulate_study")
     traces = tmp_path / "traces"
     traces.mkdir()
-    for name, skip in script.TRACES.items():
+    for name, part in script.TRACES.items():
         # Enough days for those that are skipped.
-        write_trace(synthetic_jobs(200, days=skip + 10, seed=0), tmp_path / "t.csv")
+        write_trace(synthetic_jobs(400, days=part.skip_days + 10, seed=0), tmp_path / "t.csv")
         data = (tmp_path / "t.csv").read_bytes()
         (traces / f"{name}.csv.gz").write_bytes(gzip.compress(data))
     monkeypatch.setenv("TLORA_TEST_DATA", str(tmp_path))
