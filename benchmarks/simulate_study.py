@@ -26,11 +26,12 @@ from tlora.simulation.compare import COMPARED, Setting, choose_profile, mean_of,
 from tlora.simulation.traces import Trace, read_trace
 
 SEEDS = 5
-DEFAULT: dict[str, float] = {"gpus": 128, "load": 0.8, "predictor_error": 0.1}
+DEFAULT: dict[str, float] = {"gpus": 128, "load": 0.8, "predictor_error": 0.1, "max_runnable": 128}
 SWEEPS: dict[str, tuple[float, ...]] = {
     "gpus": (32, 64, 256),
     "load": (0.5, 1.2),
     "predictor_error": (0.0, 0.3),
+    "max_runnable": (512,),
 }
 
 
@@ -56,10 +57,12 @@ class Case:
     seed: int
     jobs: int
     profile: str
+    max_runnable: float = 128
 
     @property
-    def place(self) -> tuple[float, float, float]:
-        return self.gpus, self.load, self.predictor_error
+    def place(self) -> tuple[float, ...]:
+        """In the order of DEFAULT."""
+        return self.gpus, self.load, self.predictor_error, self.max_runnable
 
 
 def cases(
@@ -113,6 +116,7 @@ def run(case: Case) -> dict[str, Any]:
         predictor_error=case.predictor_error,
         profile_name=name,
         profile=profile,
+        max_runnable=int(case.max_runnable),
     )
     began = time.process_time()
     result = run_one(setting, case.policy, case.seed)
@@ -129,7 +133,7 @@ def run(case: Case) -> dict[str, Any]:
 
 
 def case_of(line: dict[str, Any]) -> Case:
-    return Case(**{name: line[name] for name in Case.__slots__})
+    return Case(**{name: line[name] for name in Case.__slots__ if name in line})
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

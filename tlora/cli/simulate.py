@@ -202,7 +202,8 @@ def with_bar(setting: "Setting") -> "Comparison":
         def say(policy: str, seed: int, done: int) -> None:
             if not done:
                 seeds = "" if setting.seeds == 1 else f", seed {seed}"
-                print(f"{policy}{seeds}: {total:,} jobs", file=sys.stderr, flush=True)
+                many = f"{total:,} job{'' if total == 1 else 's'}"
+                print(f"{policy}{seeds}: {many}", file=sys.stderr, flush=True)
 
         return compare(setting, say)
     columns = (
