@@ -1,5 +1,6 @@
 """A simulated run as a whole, and its figures against what can be worked out by hand."""
 
+import time
 from dataclasses import asdict, replace
 from itertools import pairwise
 
@@ -179,3 +180,14 @@ def test_an_unknown_policy_is_told() -> None:
     """With those that there are."""
     with pytest.raises(SpecError, match="'best' is none of tlora"):
         run("best", [request("a")], 1)
+
+
+@pytest.mark.slow
+def test_thousands_of_jobs_on_a_large_cluster_take_seconds() -> None:
+    """3,000 jobs on 128 GPUs: some 4 s of processor time, with room for slower
+    ones; a queue that is walked at every turn would take minutes."""
+    jobs = many_jobs(3000, gpus=128, load=1.2)
+    began = time.process_time()
+    found = run("solo", jobs, 128).metrics
+    assert found.jobs_done == 3000 and found.queue_s.p95 is not None and found.queue_s.p95 > 3600
+    assert time.process_time() - began < 40
