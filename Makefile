@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test kills fidelity check format clean system-deps
+.PHONY: demo test kills fidelity simulate check format clean system-deps
 
 demo: $(STAMP)
 	$(BIN)/tlora demo
@@ -21,6 +21,12 @@ kills: $(STAMP)
 # nothing else. Fails where they disagree.
 fidelity: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/fidelity.py --json benchmarks/results/fidelity.jsonl
+
+# Every policy on two real traces (TLORA_TEST_DATA), five seeds, one factor at a time: hours on two
+# cores. Broken off, it goes on from where it was. Prints the tables of docs/simulation.md.
+STUDY ?= benchmarks/results/simulate.jsonl
+simulate: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/simulate_study.py --output $(STUDY)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from tlora.model.peft_format import export_adapter
     from tlora.model.super_model import SuperModel
     from tlora.runtime.training import RunResult, train
+    from tlora.simulation.run import simulate
     from tlora.training.engine import Engine
 
 __version__ = "0.1.0"
@@ -24,6 +25,7 @@ _HOMES = {
     "export_adapter": "tlora.model.peft_format",
     "load_spec": "tlora.config",
     "multi_lora": "tlora.kernels.multi_lora",
+    "simulate": "tlora.simulation.run",
     "train": "tlora.runtime.training",
 }
 
@@ -36,6 +38,7 @@ __all__ = [
     "export_adapter",
     "load_spec",
     "multi_lora",
+    "simulate",
     "train",
 ]
 

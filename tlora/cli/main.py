@@ -20,6 +20,7 @@ from tlora.cli import (
     profile,
     report,
     schema,
+    simulate,
     train,
     verify,
 )
@@ -46,6 +47,7 @@ app.command("schema")(schema.schema)
 app.command("plan")(plan.plan)
 app.command("bench")(bench.bench)
 app.command("profile")(profile.profile)
+app.command("simulate")(simulate.simulate)
 
 
 def print_version(wanted: bool) -> None:

@@ -68,5 +68,7 @@ class Loop:
         for decision in decisions:
             state.apply(decision)
             self.executor.apply(decision)
-        self._fair = fair_gpus(state)
+        if decisions or any(not isinstance(event, Tick) for event in events):
+            # Dues depend on who is here, not on the time.
+            self._fair = fair_gpus(state)
         return done

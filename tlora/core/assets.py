@@ -10,3 +10,6 @@ REPORT = Path(__file__).parents[1] / "assets" / "report"
 
 BENCH = Path(__file__).parents[1] / "assets" / "bench"
 """Sequence lengths for `tlora bench`: one number per line."""
+
+SIMULATION = Path(__file__).parents[1] / "assets" / "simulation"
+"""A small trace for `tlora simulate`, and the template and script of its report."""

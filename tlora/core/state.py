@@ -44,7 +44,11 @@ class JobState:
     """When it last began to wait, or was last placed in or moved to a group."""
 
     waited_s: float = 0.0
-    """In all, since it arrived, without a group."""
+    """In all, since it arrived, without a group. Kept up to date while the job is runnable, and
+    when it ends."""
+
+    counted_s: float = 0.0
+    """Up to when `waited_s` is counted, while it waits."""
 
     fair_s: float = 0.0
     """What it was due: the integral of its fair GPUs / its own GPUs over its time here. A job that
@@ -117,17 +121,21 @@ class State:
 
     def runnable(self) -> list[JobState]:
         """Those that count, in order of arrival: all that run, and waiting ones up to the limit."""
-        jobs = list(self.jobs.values())
-        if self.max_runnable is None or len(jobs) <= self.max_runnable:
-            return jobs
-        room = self.max_runnable - sum(job.group is not None for job in jobs)
+        if self.max_runnable is None or len(self.jobs) <= self.max_runnable:
+            return list(self.jobs.values())
+        running = sum(len(group.jobs) for group in self.groups.values())
+        room = self.max_runnable - running
         kept: list[JobState] = []
-        for job in jobs:
+        for job in self.jobs.values():
             if job.group is not None:
                 kept.append(job)
+                running -= 1
             elif room > 0:
                 kept.append(job)
                 room -= 1
+            # Whoever runs was once among the first, so a long queue is not walked to its end.
+            if not running and room <= 0:
+                break
         return kept
 
     def waiting(self) -> list[JobState]:
@@ -137,20 +145,22 @@ class State:
     def advance(
         self, now: float, progress: Mapping[str, float], fair_gpus: Mapping[str, float]
     ) -> None:
-        """To `now`, with the steps that running jobs have made, and what each was due since."""
+        """To `now`, with the steps that running jobs have made, and what each runnable one was due
+        since. Jobs that are not runnable are due nothing, and are not touched."""
         seconds = now - self.now
         assert seconds >= 0, f"time went back from {self.now} to {now}"
         for name, steps in progress.items():
             if name in self.jobs:
                 self.jobs[name].steps_done = steps
         if seconds:
-            for name, job in self.jobs.items():
-                gpus = fair_gpus.get(name, 0.0)
+            for name, gpus in fair_gpus.items():
+                job = self.jobs[name]
                 job.fair_s += seconds * gpus / job.request.gpus
                 tenant = job.request.tenant
                 self.due[tenant] = self.due.get(tenant, 0.0) + seconds * gpus
                 if job.group is None:
-                    job.waited_s += seconds
+                    job.waited_s += now - job.counted_s
+                    job.counted_s = now
             for group in self.groups.values():
                 weights = sum(group.jobs.values())
                 for name, weight in group.jobs.items():
@@ -164,7 +174,7 @@ class State:
             case Arrival(request=request):
                 known = request.name in self.jobs or request.name in self.outcomes
                 assert not known, f"job '{request.name}' arrived twice"
-                self.jobs[request.name] = JobState(request, since_s=self.now)
+                self.jobs[request.name] = JobState(request, since_s=self.now, counted_s=self.now)
             case Completion(job=name):
                 self._end(name, "completed")
             case EarlyExit(job=name):
@@ -260,7 +270,8 @@ class State:
         assert job.group is None, f"{name} is in {job.group} already"
         assert job.request.base == group.base, f"{name} has another base than {group_name}"
         assert weight > 0, f"{name} has no weight"
-        job.group, job.since_s = group_name, self.now
+        job.waited_s += self.now - job.counted_s
+        job.group, job.since_s, job.counted_s = group_name, self.now, self.now
         group.jobs[name] = weight
         group.changed_s = self.now
 
@@ -269,13 +280,16 @@ class State:
             return
         group = self.groups[job.group]
         del group.jobs[job.name]
-        job.group, job.since_s = None, self.now
+        job.group, job.since_s, job.counted_s = None, self.now, self.now
         group.changed_s = self.now
         if not group.jobs:
             self.free |= set(group.gpus) - self.down
             del self.groups[group.name]
 
     def _end(self, name: str, outcome: Outcome) -> None:
-        self._take_out(self.jobs[name])
+        job = self.jobs[name]
+        self._take_out(job)
+        job.waited_s += self.now - job.counted_s
+        job.counted_s = self.now
         del self.jobs[name]
         self.outcomes[name] = outcome

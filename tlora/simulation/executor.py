@@ -9,6 +9,7 @@ import heapq
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from tlora.core.clock import ManualClock
 from tlora.core.decision import Decision, Join, Move, Pause, Refuse, Resize, Start
@@ -29,8 +30,35 @@ NEARLY = 1e-6
 """Of a step: what rounding may leave of a job that is through."""
 
 
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A group between two changes of its jobs, GPUs, plan or speed."""
+
+    group: str
+    base: str
+    gpus: tuple[int, ...]
+    rates: dict[str, float]
+    """Job -> steps per second while it trains."""
+
+    start: float
+    trains_from: float
+    """Until then it stood still: loading, warming up, jobs attached or detached. Never after
+    `end`."""
+
+    end: float
+
+
+class Watcher(Protocol):
+    """Somebody who wants to know what groups did, such as metrics."""
+
+    def on_stretch(self, stretch: Stretch) -> None:
+        """When it is over; those of a group come in order."""
+        ...
+
+
 @dataclass(slots=True)
 class _Group:
+    base: str
     gpus: tuple[int, ...]
     plan: Plan
     jobs: dict[str, float]
@@ -46,6 +74,10 @@ class _Group:
     version: int = 0
     """Counts changes, so that what the heap holds of an older one is passed over."""
 
+    began: float = 0.0
+    trains_from: float = 0.0
+    """Of the stretch under way."""
+
 
 class SimulatedExecutor:
     """`costs` are the truth here; a policy may be given others."""
@@ -58,11 +90,17 @@ class SimulatedExecutor:
         arrivals: Iterable[JobRequest],
         world: Sequence[Event] = (),
         exits: Mapping[str, tuple[float, str]] | None = None,
+        watcher: Watcher | None = None,
     ) -> None:
         """`world`: failures, repairs and stragglers, known here in advance. `exits`: job -> the
         step at which it will end early, and why."""
         self.clock = clock
         self.costs = costs
+        self.regroup_s = 0.0
+        """Seconds that groups stood still for moves, pauses and resizes, and to take in again jobs
+        that had run before."""
+
+        self._watcher = watcher
         self._exits = dict(exits or {})
         coming: list[Event] = [Arrival(each.arrival_s, each) for each in arrivals]
         coming += world
@@ -74,6 +112,9 @@ class SimulatedExecutor:
         self._groups: dict[str, _Group] = {}
         self._group_of: dict[str, str] = {}
         self._speed: dict[int, float] = {}
+        self._unsettled: dict[str, None] = {}
+        """Groups that have changed, in the order of the first change."""
+
         self._ends: list[tuple[float, int, str, str, int]] = []
         self._count = itertools.count()
         self._lost: set[str] = set()
@@ -113,25 +154,33 @@ class SimulatedExecutor:
         match decision:
             case Start():
                 ready = now + self.costs.start_s(decision.base)
-                group = _Group(decision.gpus, decision.plan, {}, now, ready)
+                group = _Group(decision.base, decision.gpus, decision.plan, {}, now, ready)
                 self._groups[decision.group] = group
+                if any(self._steps[job] for job in decision.jobs):
+                    self.regroup_s += ready - now
                 for job, weight in zip(decision.jobs, decision.weights, strict=True):
                     group.jobs[job] = weight
                     self._group_of[job] = decision.group
                 self._changed(decision.group)
             case Join():
+                if self._steps[decision.job]:
+                    self.regroup_s += self.costs.join_s(self._requests[decision.job].base)
                 self._attach(decision.job, decision.group, decision.weight)
             case Move():
+                self.regroup_s += self.costs.move_s(self._requests[decision.job].base)
                 self._detach(decision.job)
                 self._attach(decision.job, decision.target, decision.weight)
             case Pause():
+                self.regroup_s += self.costs.leave_s(self._requests[decision.job].base)
                 self._detach(decision.job)
             case Resize():
                 group = self._groups[decision.group]
                 self._catch_up(group)
                 grows = bool(set(decision.gpus) - set(group.gpus))
-                base = self._requests[next(iter(group.jobs))].base
-                self._stall(group, self.costs.resize_s(base, grows=grows))
+                seconds = self.costs.resize_s(group.base, grows=grows)
+                self.regroup_s += seconds
+                self._stall(group, seconds)
+                self._end_stretch(decision.group, group)
                 group.gpus, group.plan = decision.gpus, decision.plan
                 group.jobs = dict(zip(group.jobs, decision.weights, strict=True))
                 self._changed(decision.group)
@@ -148,8 +197,10 @@ class SimulatedExecutor:
                 self._steps[request.name] = 0.0
             case GpuFailure(gpus=gpus):
                 for name in [n for n, each in self._groups.items() if set(gpus) & set(each.gpus)]:
-                    self._catch_up(self._groups[name])
-                    for job in self._groups.pop(name).jobs:
+                    group = self._groups.pop(name)
+                    self._catch_up(group)
+                    self._end_stretch(name, group)
+                    for job in group.jobs:
                         # What is lost since the last checkpoint is less than a batch.
                         self._steps[job] = float(int(self._steps[job] + NEARLY))
                         del self._group_of[job]
@@ -195,6 +246,7 @@ class SimulatedExecutor:
         self._catch_up(group)
         del group.jobs[job]
         if not group.jobs:
+            self._end_stretch(name, group)
             del self._groups[name]
             return
         self._stall(group, self.costs.leave_s(self._requests[job].base))
@@ -214,9 +266,21 @@ class SimulatedExecutor:
         group.since = now
 
     def _changed(self, name: str) -> None:
-        """New rates, and when the first of its jobs will be through."""
+        """What it did so far is over. Its new rates are worked out before time goes on, once for
+        all changes of this moment."""
         group = self._groups[name]
+        self._end_stretch(name, group)
         group.version += 1
+        self._unsettled[name] = None
+
+    def _settle(self) -> None:
+        for name in self._unsettled:
+            if name in self._groups:
+                self._set_rates(name, self._groups[name])
+        self._unsettled.clear()
+
+    def _set_rates(self, name: str, group: _Group) -> None:
+        """New rates, and when the first of its jobs will be through."""
         requests = [self._requests[job] for job in group.jobs]
         found = self.costs.predict(
             requests,
@@ -227,17 +291,29 @@ class SimulatedExecutor:
         )
         group.rates = dict(zip(group.jobs, found.steps_per_s, strict=True))
         start = max(group.since, group.stalled_until)
+        group.began, group.trains_from = group.since, start
         at, job = min(
             (start + max(0.0, self._last_step(job) - self._steps[job]) / rate, job)
             for job, rate in group.rates.items()
         )
         heapq.heappush(self._ends, (at, next(self._count), job, name, group.version))
 
+    def _end_stretch(self, name: str, group: _Group) -> None:
+        """Of the rates that it had so far."""
+        now = self.clock.now()
+        if self._watcher is not None and group.rates and now > group.began:
+            trains_from = min(group.trains_from, now)
+            self._watcher.on_stretch(
+                Stretch(name, group.base, group.gpus, group.rates, group.began, trains_from, now)
+            )
+        group.began = now
+
     def _last_step(self, job: str) -> float:
         total = float(self._requests[job].total_steps)
         return min(total, self._exits[job][0]) if job in self._exits else total
 
     def _next_end(self) -> float | None:
+        self._settle()
         while self._ends:
             at, _, _, name, version = self._ends[0]
             group = self._groups.get(name)
