@@ -354,6 +354,6 @@ def test_a_driver_refuses_a_step_after_one_that_it_has_not_heard_of() -> None:
     while len(told) < 2:
         driver.advance(engine)
         told += engine.run_nano_batch().steps
-    with pytest.raises(ValueError, match="job 'job'.*step 2.*step 0"):
+    with pytest.raises(ValueError, match=r"job 'job'.*step 2.*step 0"):
         driver.on_step(told[1])
     assert driver.step == 0
