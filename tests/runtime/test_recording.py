@@ -18,8 +18,10 @@ from tlora.model import super_model
 from tlora.model.snapshot import InBackground
 from tlora.runtime import exporting, recording
 from tlora.runtime.progress import ProgressLines
+from tlora.runtime.sinks import Sinks
 from tlora.runtime.writing import Writer
-from tlora.training.checkpoint import checkpoints
+from tlora.training.checkpoint import checkpoints, load_checkpoint
+from tlora.training.engine import Engine
 
 STEPS = 12
 
@@ -264,3 +266,50 @@ def test_memory_that_runs_out_while_saving_is_a_failed_save(
     assert "cannot save a checkpoint" in result.jobs["long"].reason
     assert "none left" in result.jobs["long"].reason
     assert result.jobs["short"].status == "completed"
+
+
+def test_no_checkpoint_knows_of_a_best_adapter_that_is_not_there(
+    base, rows, tmp_path, monkeypatch
+) -> None:
+    """The best one is lost on a full disk and the checkpoints after it would fit: the job goes on
+    from before, and its best adapter is there in the end."""
+    spec = spec_of(base, rows)
+    short, long = spec.jobs
+    slow_to_learn = replace(short.train, max_steps=8)
+    short = replace(short, train=slow_to_learn, save=replace(short.save, steps=1))
+    spec = replace(spec, jobs=(short, long))
+    full_disk(monkeypatch, "best")
+    result, _ = train(spec, tmp_path / "run")
+    assert result.failed == ["short"]
+    for path in checkpoints(tmp_path / "run/short/checkpoints"):
+        assert load_checkpoint(path).progress["best"] is None, path
+    monkeypatch.undo()
+    result, _ = train(spec, tmp_path / "run")
+    assert result.jobs["short"].best_adapter == "short/best"
+
+
+def test_a_job_of_which_a_line_is_missing_is_not_saved(base, rows, tmp_path, monkeypatch) -> None:
+    """The loop breaks while a step is recorded, and the next one, which was under way, is recorded
+    in full: the job goes on from before both, and nothing is missing in its metrics."""
+    engine_init, log = Engine.__init__, Sinks.log
+    broken = []
+
+    def runs_ahead(self, *args, **settings) -> None:
+        engine_init(self, *args, **settings, ahead=1)
+
+    def breaks(self, job, step, *rest) -> None:
+        if (job, step) == ("long", 5) and not broken:
+            broken.append(step)
+            raise RuntimeError("a mistake in a tracker")
+        log(self, job, step, *rest)
+
+    monkeypatch.setattr(Engine, "__init__", runs_ahead)
+    monkeypatch.setattr(Sinks, "log", breaks)
+    output = tmp_path / "run"
+    with pytest.raises(RuntimeError, match="a mistake in a tracker"):
+        train(spec_of(base, rows), output)
+    names = [path.name for path in checkpoints(output / "long/checkpoints")]
+    assert names[-1] == "step-00000004"
+    assert not train(spec_of(base, rows), output)[0].failed
+    steps = [line[1] for line in curves(output, "long") if line[0] == "train"]
+    assert steps == list(range(1, STEPS + 1))

@@ -164,3 +164,44 @@ def test_closing_writes_what_waits() -> None:
     desk.gate.set()
     desk.writer.close()
     assert desk.written == ["a", "b", "c"]
+
+
+def test_a_checkpoint_that_waits_is_kept_until_the_newer_one_is_there() -> None:
+    """The newer one may never come: its snapshot may fail."""
+    desk = Desk(in_flight_bytes=100)
+    desk.submit("current", num_bytes=60, replaceable=True)
+    wait_until_current(desk)
+    desk.submit("waits", num_bytes=60, replaceable=True)
+    desk.writer.make_room(replacing="job")
+    desk.gate.set()
+    desk.writer.close()
+    assert desk.written == ["current", "waits"]
+
+
+def test_all_are_told_whoever_cannot_hear_it(desk: Desk) -> None:
+    """What the first one raises is raised when the others know."""
+
+    def deaf(failure: Exception | None) -> None:
+        raise BrokenPipeError("nobody reads")
+
+    desk.writer.submit(Order("job", lambda: None, deaf))
+    desk.submit("other", job="other")
+    desk.gate.set()
+    desk.writer.flush()
+    with pytest.raises(BrokenPipeError):
+        desk.writer.settle()
+    assert desk.told == [("other", None)]
+
+
+class Panic(BaseException):
+    """As a library that is not Python's may raise."""
+
+
+def test_no_error_ends_the_writer(desk: Desk) -> None:
+    """It would leave the run waiting for ever."""
+    desk.gate.set()
+    desk.submit("lost", error=Panic("what"))  # type: ignore[arg-type]
+    desk.submit("kept")
+    desk.writer.flush()
+    desk.writer.settle()
+    assert desk.told == [("lost", "Panic: what"), ("kept", None)]

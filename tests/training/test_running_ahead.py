@@ -19,6 +19,7 @@ from support.tiny import (
 
 from tlora.core.job import JobSpec, SaveSpec
 from tlora.model.adapters import AdapterWeights
+from tlora.training import optimiser
 from tlora.training.driver import JobDriver, Status
 from tlora.training.engine import Engine
 from tlora.training.loop import run_jobs
@@ -263,3 +264,96 @@ def test_a_job_that_left_with_a_step_untold_does_not_go_on_elsewhere() -> None:
     run_jobs(solo, [stayed], expected)
     assert [step.step for step in witness.steps["job"]] == [5, 6]
     assert identical(witness.adapters["job"], expected.adapters["job"])
+
+
+def attached(engine: Engine, *names: str) -> list[JobDriver]:
+    """Jobs of eight steps over two rows each."""
+    drivers = []
+    for seed, name in enumerate(names):
+        job = spec(name, train={"max_steps": 8, "batch_size": 2})
+        drivers.append(JobDriver(job, sequences(seed, 40)))
+        drivers[-1].attach(engine, engine.super_model.new_adapter(job))
+    return drivers
+
+
+def test_a_job_that_fails_by_itself_has_told_its_last_step() -> None:
+    """Its fourth step breaks every nano-batch while the third is under way: it hears of that one,
+    then fails, once; the other completes."""
+    engine = exact_engine(1)
+    drivers = attached(engine, "broken", "well")
+    token_losses = engine.super_model.token_losses
+
+    def fails(batch):
+        jobs = [segment.job for segment in batch.segments]
+        if "broken" in jobs and engine.step("broken") == 3:
+            raise RuntimeError("broken")
+        return token_losses(batch)
+
+    engine.super_model.token_losses = fails  # type: ignore[method-assign]
+    witness = Witness(engine)
+    assert run_jobs(engine, drivers, witness) == []
+    assert witness.ends == {"broken": Status.FAILED, "well": Status.COMPLETED}
+    assert [done.step for done in witness.steps["broken"]] == [1, 2, 3]
+    assert "step 4: RuntimeError: broken" in str(drivers[0].reason)
+
+
+def test_a_job_that_fails_in_two_ways_fails_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No number for a loss, and a step that cannot be launched: the other completes."""
+    engine = exact_engine(1)
+    drivers = attached(engine, "broken", "well")
+    token_losses, step_jobs = engine.super_model.token_losses, optimiser.step_jobs
+
+    def no_number(batch):
+        losses = token_losses(batch)
+        for segment in batch.segments:
+            if segment.job == "broken" and engine.step("broken") == 2:
+                losses = losses.clone()
+                losses[segment.targets] *= float("nan")
+        return losses
+
+    def too_large(rows, due):
+        if (due[0].job, due[0].number) == ("broken", 3):
+            raise OverflowError("beyond what float32 holds")
+        return step_jobs(rows, due)
+
+    monkeypatch.setattr(engine.super_model, "token_losses", no_number)
+    monkeypatch.setattr(optimiser, "step_jobs", too_large)
+    witness = Witness(engine)
+    assert run_jobs(engine, drivers, witness) == []
+    assert witness.ends == {"broken": Status.FAILED, "well": Status.COMPLETED}
+
+
+class Stumbles(Witness):
+    """Breaks at one step of one job, when it has noted it."""
+
+    def on_step(self, driver: JobDriver, done: StepDone) -> None:
+        super().on_step(driver, done)
+        if (done.job, done.step) == ("one", 3):
+            raise RuntimeError("a mistake in the view")
+
+
+def test_an_observer_that_breaks_leaves_no_job_between_two_steps() -> None:
+    """The other's step of that nano-batch and all that is under way is told: steps, cursors and
+    engine agree, so that both can be saved."""
+    engine = exact_engine(1)
+    drivers = attached(engine, "one", "other")
+    witness = Stumbles(engine)
+    with pytest.raises(RuntimeError, match="a mistake in the view"):
+        run_jobs(engine, drivers, witness)
+    for driver in drivers:
+        assert driver.step == engine.step(driver.name) > 3
+        assert [done.step for done in witness.steps[driver.name]] == list(range(1, driver.step + 1))
+        assert driver.cursor.position == driver.sequences_seen == 2 * driver.step
+
+
+def test_a_driver_refuses_a_step_after_one_that_it_has_not_heard_of() -> None:
+    """Its cursor would be a batch behind its weights."""
+    engine = exact_engine(1)
+    (driver,) = attached(engine, "job")
+    told: list[StepDone] = []
+    while len(told) < 2:
+        driver.advance(engine)
+        told += engine.run_nano_batch().steps
+    with pytest.raises(ValueError, match=r"job 'job'.*step 2.*step 0"):
+        driver.on_step(told[1])
+    assert driver.step == 0

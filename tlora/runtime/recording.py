@@ -6,8 +6,8 @@ and told when its files are on disk.
 
 import os
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -67,7 +67,8 @@ class Recorder:
 
         self._drivers: dict[str, JobDriver] = {}
         self._unrecorded: set[str] = set()
-        """Jobs of which something has happened that is not on disk in full yet."""
+        """Jobs of which something has happened that did not reach the disk in full: what is
+        recorded of them later does not make them whole."""
 
         self._started = time.perf_counter()
         self._last_step: dict[str, float] = {}
@@ -169,36 +170,35 @@ class Recorder:
         self.progress.on_nano_batch(outcome)
 
     def on_step(self, driver: JobDriver, done: StepDone) -> None:
-        self._unrecorded.add(driver.name)
         now = time.perf_counter()
         seconds = now - self._last_step[driver.name]
         self._last_step[driver.name] = now
         if done.step % driver.spec.train.logging_steps == 0 or done.step == driver.total_steps:
-            self._metrics(
-                driver,
-                "train",
-                loss=done.loss,
-                lr=done.learning_rate,
-                grad_norm=done.grad_norm,
-                target_tokens=done.target_tokens,
-                nano_batches=done.nano_batches,
-                tokens_per_s=round(done.tokens / max(seconds, 1e-9), 1),
-            )
-        self._unrecorded.remove(driver.name)
+            with self._in_full(driver):
+                self._metrics(
+                    driver,
+                    "train",
+                    loss=done.loss,
+                    lr=done.learning_rate,
+                    grad_norm=done.grad_norm,
+                    target_tokens=done.target_tokens,
+                    nano_batches=done.nano_batches,
+                    tokens_per_s=round(done.tokens / max(seconds, 1e-9), 1),
+                )
         every = driver.spec.save.steps
-        if every is not None and done.step % every == 0 and done.step < driver.total_steps:
+        due = every is not None and done.step % every == 0 and done.step < driver.total_steps
+        if due and self._is_whole(driver):
             self._checkpoint(driver)
         self.progress.on_step(driver, done)
 
     def on_evaluation(self, driver: JobDriver, done: EvaluationDone) -> None:
-        self._unrecorded.add(driver.name)
         self._last_step[driver.name] = time.perf_counter()
-        self._metrics(driver, "eval", loss=done.loss, target_tokens=done.target_tokens)
         best = driver.best
-        if best is not None and best.step == done.step and best.weights is not None:
-            self._writer.make_room()
-            self._export(driver, best.weights, "best")
-        self._unrecorded.remove(driver.name)
+        with self._in_full(driver):
+            self._metrics(driver, "eval", loss=done.loss, target_tokens=done.target_tokens)
+            if best is not None and best.step == done.step and best.weights is not None:
+                self._writer.make_room()
+                self._export(driver, best.weights, "best")
         self.progress.on_evaluation(driver, done)
 
     def on_end(self, driver: JobDriver) -> None:
@@ -266,6 +266,8 @@ class Recorder:
         state = self.engine.snapshot(name)
 
         def write() -> None:
+            # It would know of a best adapter that is not there.
+            self._check_written(name)
             save_checkpoint(parent, name, Checkpoint(state.result(), progress))
             prune(parent, keep)
 
@@ -282,6 +284,14 @@ class Recorder:
     def _take_failures(self) -> list[SaveFailed]:
         failures, self._failures = self._failures, []
         return failures
+
+    @contextmanager
+    def _in_full(self, driver: JobDriver) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._unrecorded.add(driver.name)
+            raise
 
     def _is_whole(self, driver: JobDriver) -> bool:
         """Engine, driver and metrics stand at the same step."""
@@ -346,8 +356,7 @@ class Recorder:
         path = self.directory.job(driver.name) / name
 
         def unless_failed() -> None:
-            if driver.name in self._unwritten:
-                raise self._unwritten[driver.name]
+            self._check_written(driver.name)
             try:
                 write(path)
             except Exception as error:
@@ -361,6 +370,11 @@ class Recorder:
             then()
 
         self._writer.submit(Order(driver.name, unless_failed, written, num_bytes=num_bytes))
+
+    def _check_written(self, job: str) -> None:
+        """Raises what kept an adapter of the job from the disk, if something did."""
+        if job in self._unwritten:
+            raise self._unwritten[job]
 
     def _metrics(self, driver: JobDriver, kind: str, **values: object) -> None:
         fields = ("loss", "lr", "grad_norm", "target_tokens")

@@ -31,12 +31,16 @@ class Order:
     """A newer such order of the same job makes it void while it waits: it is never told of then."""
 
 
+Over = tuple[Callable[[Exception | None], None], Exception | None]
+"""Whom to tell of an order, and what kept it from the disk."""
+
+
 class Writer:
     def __init__(self, in_flight_bytes: int = IN_FLIGHT_BYTES) -> None:
         self._limit = in_flight_bytes
         self._waiting: deque[Order] = deque()
         self._current: Order | None = None
-        self._over: deque[tuple[Callable[[Exception | None], None], Exception | None]] = deque()
+        self._over: deque[Over] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="files", daemon=True)
@@ -44,11 +48,14 @@ class Writer:
 
     def make_room(self, *, replacing: str | None = None) -> None:
         """Wait until another order may hold memory. With `replacing`, what that job's new order
-        would make void is dropped first."""
+        will make void does not count; it stays until then, for the new one may never come."""
+
+        def has_room() -> bool:
+            void = sum(each.num_bytes for each in self._waiting if _is_void(each, replacing))
+            return self._in_flight - void < self._limit
+
         with self._changed:
-            if replacing is not None:
-                self._drop(replacing)
-            self._changed.wait_for(lambda: self._in_flight < self._limit)
+            self._changed.wait_for(has_room)
 
     def submit(self, order: Order) -> None:
         with self._changed:
@@ -58,13 +65,17 @@ class Writer:
             self._changed.notify_all()
 
     def settle(self) -> None:
-        """Tell what came of the orders that are over, in their order."""
-        while True:
-            with self._changed:
-                if not self._over:
-                    return
-                then, error = self._over.popleft()
-            then(error)
+        """Tell what came of the orders that are over, in their order. If telling one raises, the
+        others are told all the same, and the first such error is raised then."""
+        raised: list[Exception] = []
+        while told := self._next_over():
+            then, error = told
+            try:
+                then(error)
+            except Exception as caught:
+                raised.append(caught)
+        if raised:
+            raise raised[0]
 
     def flush(self) -> None:
         """Wait until all that was handed over is on disk or has failed."""
@@ -84,8 +95,7 @@ class Writer:
         return held + sum(order.num_bytes for order in self._waiting)
 
     def _drop(self, job: str) -> None:
-        kept = [each for each in self._waiting if not (each.replaceable and each.job == job)]
-        self._waiting = deque(kept)
+        self._waiting = deque(each for each in self._waiting if not _is_void(each, job))
 
     def _work(self) -> None:
         while order := self._next():
@@ -93,8 +103,10 @@ class Writer:
             try:
                 order.write()
             except Exception as caught:
-                # Whatever it is: a thread that died here would leave the run waiting for ever.
                 error = caught.with_traceback(None)
+            except BaseException as caught:
+                # Whatever it is: a thread that died here would leave the run waiting for ever.
+                error = RuntimeError(f"{type(caught).__name__}: {caught}")
             with self._changed:
                 # Without what was written: its memory is free from here on.
                 self._over.append((order.then, error))
@@ -102,8 +114,17 @@ class Writer:
                 self._changed.notify_all()
             del order
 
+    def _next_over(self) -> Over | None:
+        with self._changed:
+            return self._over.popleft() if self._over else None
+
     def _next(self) -> Order | None:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             self._current = self._waiting.popleft() if self._waiting else None
             return self._current
+
+
+def _is_void(waiting: Order, replacing: str | None) -> bool:
+    """Once there is a newer checkpoint of this job."""
+    return waiting.replaceable and waiting.job == replacing

@@ -154,6 +154,12 @@ class JobDriver:
         self._fed.append(after)
 
     def on_step(self, done: StepDone) -> None:
+        """Raises ValueError, with nothing changed, if it has not heard of the step before."""
+        if done.step != self.step + 1:
+            raise ValueError(
+                f"job '{self.name}': told of step {done.step}, and the last step that it has heard "
+                f"of is step {self.step}"
+            )
         self.step = done.step
         self.cursor = self._fed.popleft()
         self.loss = done.loss

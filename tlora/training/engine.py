@@ -194,15 +194,13 @@ class Engine:
                 # Whatever it was, it is undone; who caused it shows when each job runs by itself.
                 return self._undo(composition, error)
         self._settle(launched)
-        found = launched.failures
         if not launched.is_empty:
             launched.seal(self.super_model.device)
             self._in_flight.append(launched)
         outcome = Outcome()
         if launched.is_empty or len(self._in_flight) > self._ahead:
             outcome = self._report()
-        # Its own failures are known now, and whoever failed cannot be fed any more.
-        return replace(outcome, failures=(*outcome.failures, *found)) if found else outcome
+        return self._with_failures(outcome, launched.failures)
 
     def drain(self) -> Iterator[Outcome]:
         """Report what is under way, and launch nothing."""
@@ -345,6 +343,15 @@ class Engine:
         )
         return self._measured(arrived, outcome)
 
+    def _with_failures(self, outcome: Outcome, found: list[JobFailed]) -> Outcome:
+        """What failed while launching is known now, and cannot be fed any more. A job fails once,
+        whatever else is still to come back of it."""
+        for failure in found:
+            self._drop_reports(failure.job)
+        told = {failure.job for failure in outcome.failures}
+        new = [failure for failure in found if failure.job not in told]
+        return replace(outcome, failures=(*outcome.failures, *new)) if new else outcome
+
     def _measured(
         self, arrived: InFlight, outcome: Outcome, *, out_of_memory: bool = False
     ) -> Outcome:
@@ -422,6 +429,9 @@ class Engine:
         if jobs[0].name not in self._suspects:
             self._suspects += [job.name for job in jobs]
             return Outcome(error=reason)
+        if self._in_flight:
+            # Its last step may be under way: it hears of that, and is tried once more.
+            return self._report()
         failure = JobFailed(f"step {jobs[0].step + 1}: {reason}", job=jobs[0].name)
         self._leave(jobs[0].name)
         return Outcome(error=reason, failures=(failure,))

@@ -1,5 +1,6 @@
 """The training loop of a fixed set of jobs, and what it tells whoever watches."""
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Protocol
@@ -8,6 +9,9 @@ from tlora.core.errors import JobFailed
 from tlora.training.driver import JobDriver, Status
 from tlora.training.engine import Engine
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
+
+News = StepDone | EvaluationDone | JobFailed
+"""Of one job."""
 
 
 class Observer(Protocol):
@@ -35,21 +39,28 @@ def run_jobs(
     """Train attached jobs until each is over; a job leaves the engine as soon as it is. Returns
     those still attached when `should_stop`, asked between nano-batches, ended it before."""
     active = {driver.name: driver for driver in drivers}
+    untold: deque[News] = deque()
 
     def tell(outcome: Outcome) -> None:
         if outcome.is_empty:
             return
+        untold.extend(_news(outcome))
         observer.on_nano_batch(outcome)
-        for step in outcome.steps:
-            active[step.job].on_step(step)
-            observer.on_step(active[step.job], step)
-        for evaluation in outcome.evaluations:
-            active[evaluation.job].on_evaluation(evaluation, engine)
-            observer.on_evaluation(active[evaluation.job], evaluation)
-        for failure in outcome.failures:
-            driver = active.pop(failure.job)
-            driver.on_failure(failure)
-            observer.on_end(driver)
+        while untold:
+            tell_of(untold.popleft())
+
+    def tell_of(news: News) -> None:
+        match news:
+            case StepDone():
+                active[news.job].on_step(news)
+                observer.on_step(active[news.job], news)
+            case EvaluationDone():
+                active[news.job].on_evaluation(news, engine)
+                observer.on_evaluation(active[news.job], news)
+            case JobFailed():
+                driver = active.pop(news.job)
+                driver.on_failure(news)
+                observer.on_end(driver)
 
     try:
         while active and not should_stop():
@@ -69,11 +80,18 @@ def run_jobs(
         # Whoever can still hear of its last step is whole, and can be saved.
         with suppress(Exception):
             for outcome in engine.drain():
-                tell(outcome)
+                untold.extend(_news(outcome))
+        while untold:
+            with suppress(Exception):
+                tell_of(untold.popleft())
         raise
     for outcome in engine.drain():
         tell(outcome)
     return list(active.values())
+
+
+def _news(outcome: Outcome) -> tuple[News, ...]:
+    return (*outcome.steps, *outcome.evaluations, *outcome.failures)
 
 
 def _advance(driver: JobDriver, engine: Engine) -> None:
