@@ -57,7 +57,7 @@ def alone(spec: RunSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def assert_same_results(spec: RunSpec, root: Path, alone: Path, *, tolerance: float = 1e-3) -> None:
     """Sums over other nano-batches differ by rounding, which Adam's first steps magnify where a
-    gradient is nearly zero: 2e-5 of the largest weight was seen. Another seed differs by 0.1."""
+    gradient is nearly zero: 2e-5 of the largest weight was seen."""
     for job in spec.jobs:
         ours, theirs = (
             json.loads((each / job.name / "result.json").read_text()) for each in (root, alone)

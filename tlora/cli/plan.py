@@ -47,7 +47,8 @@ def show(found: "RunPlan") -> None:
     shape, device = found.profile.profile.shape, found.profile.profile.device
     print_lines(
         [
-            f"{found.gpus} GPU{'s' if found.gpus > 1 else ''}, policy {found.policy}, profile of {device} and {shape}:",
+            f"{found.gpus} GPU{'s' if found.gpus > 1 else ''}, policy {found.policy}, "
+            f"profile of {device} and {shape}:",
             f"  {found.profile.source}",
             "",
         ]

@@ -126,6 +126,12 @@ class Engine:
         """Steps the job has taken, all told; the last one may not have been reported yet."""
         return self._job(name).step
 
+    def set_weight(self, name: str, weight: float) -> None:
+        """The job's share of tokens from now on, when jobs compete."""
+        if weight <= 0:
+            raise ValueError(f"job '{name}': its weight must be positive, got {weight}")
+        self._job(name).weight = weight
+
     def is_free(self, name: str) -> bool:
         """All that the job was fed has been launched, its step with it: more may come."""
         return self._job(name).batch is None

@@ -116,7 +116,7 @@ class Worker:
                 self._set_bucket(bucket)
                 for name, weight in weights.items():
                     if name in self.drivers:
-                        set_weight(self.engine, name, weight)
+                        self.engine.set_weight(name, weight)
             case Stop():
                 self.recorder.save(list(self.drivers.values()))
                 self.close()
@@ -208,11 +208,6 @@ class Worker:
     def _set_bucket(self, bucket: int) -> None:
         if self.settings.exact_tokens is None:
             self.engine.budget_tokens = min(bucket, self.settings.limit_tokens or bucket)
-
-
-def set_weight(engine: Engine, job: str, weight: float) -> None:
-    """Of a job that is attached. The engine has no method for it yet."""
-    engine._jobs[job].weight = weight  # pyright: ignore[reportPrivateUsage]
 
 
 def no_result(job: str, reason: str) -> JobResult:
