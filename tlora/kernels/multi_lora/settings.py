@@ -154,7 +154,7 @@ def shared_bytes(kernel: str, shape: Shape, tuning: Tuning, capability: int) -> 
     depth = _buffers(shape, tuning, capability)
     match kernel:
         case "shrink":
-            found = _shrink_bytes(shape, tuning, depth)
+            found = _shrink_bytes(shape, tuning, depth, capability)
         case "expand_y" | "expand_dx":
             found = _expand_bytes(kernel, shape, tuning, depth, capability)
         case "reduce_a" | "reduce_b":
@@ -177,20 +177,30 @@ def _buffers(shape: Shape, tuning: Tuning, capability: int) -> int:
     return tuning.stages if reads_shared else max(1, tuning.stages - 1)
 
 
+def _lies_twice(shape: Shape, capability: int) -> bool:
+    """Before Ampere an operand in half precision goes through there in two orders."""
+    return capability < 80 and shape.itemsize == 2
+
+
 def _rank_tile(rank: int, most: int) -> int:
     return max(16, 1 << (min(rank, most) - 1).bit_length())
 
 
-def _shrink_bytes(shape: Shape, tuning: Tuning, depth: int) -> int:
+def _shrink_bytes(shape: Shape, tuning: Tuning, depth: int, capability: int) -> int:
     rank = _rank_tile(shape.width, SHRINK_RANK)
     x = tuning.tokens * tuning.features * shape.itemsize
     w = rank * tuning.features * shape.pool_itemsize
-    # What is masked or cast in registers goes back for the product.
-    again = x if shape.dropout else 0
+    # What is masked or cast in registers goes back for the product; in float32 the loops with and
+    # without a mask have tiles of their own.
+    masked = x if shape.itemsize == 2 else depth * (x + w)
+    again = masked if shape.dropout else 0
     if shape.pool_itemsize != shape.itemsize:
         again += rank * tuning.features * shape.itemsize
+    most = depth * (x + w) + again
+    if _lies_twice(shape, capability):
+        most = max(most, 2 * x, 2 * w)
     # Or the float32 sums, which change places between threads before they are stored.
-    return max(depth * (x + w) + again, tuning.tokens * rank * 4)
+    return max(most, tuning.tokens * rank * 4)
 
 
 def _expand_bytes(kernel: str, shape: Shape, tuning: Tuning, depth: int, capability: int) -> int:
@@ -207,8 +217,8 @@ def _expand_bytes(kernel: str, shape: Shape, tuning: Tuning, depth: int, capabil
         pieces = max(1, shape.width // (-(-shape.max_rank // 8) * 8)) if stacked else 1
         w *= pieces
         most = w + pieces * depth * s
-    if capability < 80 and shape.itemsize == 2:
-        most = max(most, 2 * (w + s))  # Operands lie there in two orders.
+    if _lies_twice(shape, capability):
+        most = max(most, 2 * (w + s))
     return most + tuning.warps * 2048  # Y on its way to be stored.
 
 
@@ -223,10 +233,10 @@ def _reduce_bytes(kernel: str, shape: Shape, tuning: Tuning, depth: int, capabil
         # B, and the part of dS before it is stored.
         most += w + p
     elif shape.dropout:
-        most += q
-    if capability < 80 and shape.itemsize == 2:
-        # Operands lie there in two orders.
-        most = max(most, 2 * (max(p, q) + w)) if fused else max(most, 2 * p)
+        # What is masked goes back for the product; the rows' numbers are loaded ahead too.
+        most += q + depth * tuning.tokens * 4
+    if _lies_twice(shape, capability):
+        most = max(most, 2 * (max(p, q) + (w if fused else 0)))
     # Or the gradient, which changes places between threads before it is stored.
     return max(most, rank * tuning.features * 4 + (p if fused else 0))
 
