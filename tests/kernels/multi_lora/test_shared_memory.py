@@ -7,6 +7,7 @@ Launches are recorded instead of made, so what is compiled is what would run.
 import functools
 import os
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -106,14 +107,15 @@ def compiled_bytes(launch, capability):
             signature[parameter.name] = "i32"
     source = ASTSource(kernel, signature, constants, attributes)
     target = GPUTarget("cuda", capability, 32)
-    backend = make_backend(target)
+    backend: Any = make_backend(target)
     parsed = backend.parse_options(dict(options))
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
     code = backend.get_codegen_implementation(parsed)
     module = source.make_ir(target, parsed, code, backend.get_module_map(), context)
-    stages, metadata = {}, {**parsed.__dict__, "target": target}
+    metadata = {**parsed.__dict__, "target": target}
+    stages: dict[str, Any] = {}
     backend.add_stages(stages, parsed, source.language)
     for name in ("ttir", "ttgir"):
         module = stages[name](module, metadata)
@@ -175,7 +177,7 @@ def test_the_measured_settings_do_not_fit_a_small_device():
 @pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize("dtypes", [(HALF, HALF), (HALF, FULL), (FULL, FULL)], ids=str)
 def test_every_adapter_fits_every_device(name, rank, dropout, dtypes):
-    check(DEVICES[name], rank, *dtypes, dropout)
+    check(DEVICES[name], rank, *dtypes, dropout=dropout)
 
 
 @pytest.mark.slow
