@@ -20,6 +20,7 @@ from tlora.core.errors import ModelError
 from tlora.core.job import JobSpec
 from tlora.core.sequence import TokenSequence
 from tlora.kernels.multi_lora.routes import operand_dtype
+from tlora.kernels.multi_lora.settling import settle_kernels
 from tlora.kernels.streams import threshold
 from tlora.model.adapters import AdapterWeights, LoraPair, new_pair
 from tlora.model.compiling import compile_layers, is_compile_error, run_uncompiled, varies
@@ -101,6 +102,15 @@ class SuperModel:
             raise ModelError(
                 f"base.model: {type(model).__name__} does not run on packed rows: {error}"
             ) from error
+        # Before anything is compiled or captured: the kernels keep their settings from here on.
+        settle_kernels(
+            self.device,
+            self._groups[0].weights[0].dtype,
+            {
+                (group[0].in_features, tuple(target.out_features for target in group))
+                for group in (pool.targets for pool in self.pools)
+            },
+        )
         if gradient_checkpointing:
             # A compiled layer must save the same tensors when it is recomputed: S is made again.
             self._checkpoint_layers(keep_s=not compiled)

@@ -7,7 +7,7 @@ import pytest
 
 from tlora.kernels.multi_lora import settings
 from tlora.kernels.multi_lora.blocks import Tiles
-from tlora.kernels.multi_lora.settings import Shape, Tuning, tuning
+from tlora.kernels.multi_lora.settings import Device, Shape, Tuning, tuning
 
 KERNELS = ("shrink", "expand_y", "expand_dx", "reduce_a", "reduce_b", "sum")
 
@@ -50,3 +50,60 @@ def test_every_line_of_the_table_is_used():
 def test_chunks_grow_with_the_bucket_to_a_bound(num_tokens, chunk):
     assert settings.chunk_tokens(num_tokens) == chunk
     assert Tiles.for_tokens(num_tokens).chunk_tokens == chunk
+
+
+TILES = {  # tokens, features, warps, stages, registers, programs, parts, turned
+    "shrink": (128, 64, 8, 3, 0, 2, 264, 0),
+    "shrink deep": (128, 128, 8, 3, 0, 1, 132, 0),
+    "shrink float32": (128, 32, 8, 2, 0, 2, 264, 0),
+    "expand_y": (64, 128, 4, 3, 0, 8, 132, 0),
+    "expand_dx": (64, 128, 4, 2, 0, 8, 132, 0),
+    "reduce_a small": (64, 128, 4, 3, 0, 3, 132, 0),
+    "reduce_a large": (64, 64, 4, 3, 128, 4, 132, 64),
+    "reduce_a dropout": (64, 64, 4, 3, 128, 4, 132, 0),
+    "reduce_b small": (64, 256, 4, 3, 0, 2, 132, 0),
+    "reduce_b large": (64, 256, 8, 3, 0, 1, 132, 64),
+    "reduce_b float32": (64, 128, 8, 2, 255, 1, 132, 0),
+    "sum": (16, 0, 4, 3, 0, 8, 132, 0),
+}
+H200 = Device(shared_bytes=232_448, capability=90)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_measured_device_has_the_measured_settings(kernel):
+    """Bits depend on them: there every shape has a line of the table, as it was measured."""
+    for shape in shapes():
+        found = tuning(kernel, shape, H200)
+        assert found is settings.TUNINGS[settings.case_of(kernel, shape)]
+        assert dataclasses.astuple(found) == TILES[settings.case_of(kernel, shape)]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    ("shared_bytes", "capability"), [(65_536, 75), (166_912, 80), (101_376, 86), (101_376, 120)]
+)
+def test_other_devices_get_what_fits(kernel, shared_bytes, capability):
+    """Tiles may be smaller and stages fewer; all else stays."""
+    device = Device(shared_bytes=shared_bytes, capability=capability)
+    for shape in shapes():
+        found, best = tuning(kernel, shape, device), tuning(kernel, shape)
+        assert settings.shared_bytes(kernel, shape, found, capability) <= shared_bytes
+        assert found.tokens <= best.tokens
+        assert found.features <= best.features
+        assert found.stages <= best.stages
+        sizes = {"tokens": best.tokens, "features": best.features, "stages": best.stages}
+        assert dataclasses.replace(found, **sizes) == best
+        assert found.features >= 32 or kernel == "sum", "the counters have room for no more tiles"
+        assert kernel != "shrink" or found.tokens == best.tokens, "the work list says its tokens"
+
+
+def test_stages_go_first_then_features_then_tokens():
+    shape = Shape(num_tokens=2048, max_rank=64, width=192)
+    sizes = {}
+    for size in range(232_448, 0, -1024):
+        found = tuning("reduce_b", shape, Device(shared_bytes=size, capability=90))
+        sizes.setdefault((found.tokens, found.features, found.stages))
+    assert list(sizes)[:5] == [
+        (64, 256, 3), (64, 256, 2), (64, 128, 3), (64, 128, 2), (64, 64, 3)
+    ]  # fmt: skip
+    assert list(sizes)[-1] == (16, 32, 2), "the smallest, where nothing fits"

@@ -60,7 +60,7 @@ class Tiles:
     shrink_tokens: int = 128
     """Tokens of a block of S = X A^T."""
 
-    shrink_rank: int = 128
+    shrink_rank: int = settings.SHRINK_RANK
     """Rank rows of a block of S; wider adapters read their input again."""
 
     expand_tokens: int = 256
@@ -69,10 +69,10 @@ class Tiles:
     chunk_tokens: int = 1024
     """Tokens that one program of the gradients of A and B walks; more of them mean partial sums."""
 
-    chunk_rank: int = 64
+    chunk_rank: int = settings.CHUNK_RANK
     """Rank rows held by a program that walks tokens."""
 
-    stack_rank: int = 64
+    stack_rank: int = settings.STACK_RANK
     """The same for the gradient of A, whose linears are one problem: beyond it X is read again."""
 
     @classmethod

@@ -1,10 +1,13 @@
-"""How the kernels are cut and compiled, by shape: one function answers for each kernel.
+"""How the kernels are cut and compiled, by shape and device: one function answers for each kernel.
 
-Nothing here depends on the jobs of a nano-batch: bits must not. What measured best is one line of a
-table; a tuner with a cache on disk would answer in `tuning`'s place.
+What measured best is one line of a table. A device with less shared memory than that line needs
+gets the nearest smaller tiles that fit it. Nothing here depends on the jobs of a nano-batch: bits
+must not. Warps, stages and programs, which change no bit, are what tuner.py may choose instead.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,21 @@ class Shape:
     """Whether jobs may have it and the kernel has to do with it."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What of a device decides whether a kernel can start."""
+
+    shared_bytes: int
+    """Shared memory that one program may ask for."""
+
+    capability: int
+    """Compute capability: 75, 80, 90 ..."""
+
+
+MEASURED = Device(shared_bytes=232_448, capability=90)
+"""What the table below was measured on; every line of it fits."""
+
+
 # Tiles: measured on one H200, 8B shapes, 8,192 tokens (README.md has the alternatives and their
 # times); `programs` and `turned`: what the compiled registers and shared memory allow.
 # benchmarks/gpu_lora_kernels.py times them all.
@@ -82,12 +100,39 @@ TUNINGS: dict[str, Tuning] = {
 }
 
 
-def tuning(kernel: str, shape: Shape) -> Tuning:
+LEAST_FEATURES = 32
+"""Of a tile: the counters of unfinished sums have room for no more tiles (blocks.py)."""
+
+
+def tuning(kernel: str, shape: Shape, device: Device = MEASURED) -> Tuning:
     """The settings of one of shrink, expand_y, expand_dx, reduce_a, reduce_b, sum."""
-    return TUNINGS[_case(kernel, shape)]
+    best = TUNINGS[case_of(kernel, shape)]
+    if kernel == "sum":
+        return best  # It has no shared memory to run out of.
+    last = best
+    for last in _smaller(kernel, best):
+        if shared_bytes(kernel, shape, last, device.capability) <= device.shared_bytes:
+            break
+    return last
 
 
-def _case(kernel: str, shape: Shape) -> str:
+def _smaller(kernel: str, best: Tuning) -> Iterator[Tuning]:
+    """`best` and then less and less: stages first, then features, then tokens."""
+    # Blocks of `shrink` have the tokens that the work list says.
+    tokens = [best.tokens] if kernel == "shrink" else _halves(best.tokens, 16)
+    for t, f in product(tokens, _halves(best.features, LEAST_FEATURES)):
+        for stages in range(best.stages, 1, -1):
+            # The line itself where it fits, not a copy.
+            smaller = replace(best, tokens=t, features=f, stages=stages)
+            yield best if smaller == best else smaller
+
+
+def _halves(size: int, least: int) -> list[int]:
+    return [size >> i for i in range(size.bit_length()) if size >> i >= least]
+
+
+def case_of(kernel: str, shape: Shape) -> str:
+    """The line of the table."""
     size = "large" if shape.max_rank > 16 else "small"
     wide = shape.itemsize == 4
     match kernel:
@@ -102,6 +147,105 @@ def _case(kernel: str, shape: Shape) -> str:
         case _:
             return kernel
 
+
+def shared_bytes(kernel: str, shape: Shape, tuning: Tuning, capability: int) -> int:
+    """Shared memory that a program takes at most: what Triton lays there of the tiles of the widest
+    adapter. The compiler is asked in tests/kernels/multi_lora/test_shared_memory.py."""
+    depth = _buffers(shape, tuning, capability)
+    match kernel:
+        case "shrink":
+            found = _shrink_bytes(shape, tuning, depth, capability)
+        case "expand_y" | "expand_dx":
+            found = _expand_bytes(kernel, shape, tuning, depth, capability)
+        case "reduce_a" | "reduce_b":
+            found = _reduce_bytes(kernel, shape, tuning, depth, capability)
+        case _:
+            return 0
+    return found + (BARRIER_BYTES if capability >= 100 else 0)
+
+
+BARRIER_BYTES = 64
+
+
+def _buffers(shape: Shape, tuning: Tuning, capability: int) -> int:
+    """Tiles of one operand that lie there at once. Products that read shared memory themselves
+    (half precision, Hopper and server Blackwell) keep theirs while the next are on their way;
+    before Ampere nothing loads ahead."""
+    if capability < 80:
+        return 1
+    reads_shared = shape.itemsize == 2 and 90 <= capability < 120
+    return tuning.stages if reads_shared else max(1, tuning.stages - 1)
+
+
+def _lies_twice(shape: Shape, capability: int) -> bool:
+    """Before Ampere an operand in half precision goes through there in two orders."""
+    return capability < 80 and shape.itemsize == 2
+
+
+def _rank_tile(rank: int, most: int) -> int:
+    return max(16, 1 << (min(rank, most) - 1).bit_length())
+
+
+def _shrink_bytes(shape: Shape, tuning: Tuning, depth: int, capability: int) -> int:
+    rank = _rank_tile(shape.width, SHRINK_RANK)
+    x = tuning.tokens * tuning.features * shape.itemsize
+    w = rank * tuning.features * shape.pool_itemsize
+    # What is masked or cast in registers goes back for the product; in float32 the loops with and
+    # without a mask have tiles of their own.
+    masked = x if shape.itemsize == 2 else depth * (x + w)
+    again = masked if shape.dropout else 0
+    if shape.pool_itemsize != shape.itemsize:
+        again += rank * tuning.features * shape.itemsize
+    most = depth * (x + w) + again
+    if _lies_twice(shape, capability):
+        most = max(most, 2 * x, 2 * w)
+    # Or the float32 sums, which change places between threads before they are stored.
+    return max(most, tuning.tokens * rank * 4)
+
+
+def _expand_bytes(kernel: str, shape: Shape, tuning: Tuning, depth: int, capability: int) -> int:
+    stacked = kernel == "expand_dx"
+    rank = _rank_tile(shape.width if stacked else shape.max_rank, CHUNK_RANK)
+    s = tuning.tokens * rank * shape.itemsize
+    w = rank * tuning.features * shape.itemsize
+    if shape.max_rank > CHUNK_RANK:
+        # Rows of A or B are loaded with those of S, block by block.
+        cast = w if shape.pool_itemsize != shape.itemsize else 0
+        loaded = rank * tuning.features * shape.pool_itemsize
+        most = max(depth * (s + loaded) + cast, w + depth * s)
+    else:
+        pieces = max(1, shape.width // (-(-shape.max_rank // 8) * 8)) if stacked else 1
+        w *= pieces
+        most = w + pieces * depth * s
+    if _lies_twice(shape, capability):
+        most = max(most, 2 * (w + s))
+    return most + tuning.warps * 2048  # Y on its way to be stored.
+
+
+def _reduce_bytes(kernel: str, shape: Shape, tuning: Tuning, depth: int, capability: int) -> int:
+    fused = kernel == "reduce_b"
+    rank = _rank_tile(shape.max_rank, CHUNK_RANK) if fused else _rank_tile(shape.width, STACK_RANK)
+    p = tuning.tokens * rank * shape.itemsize
+    q = tuning.tokens * tuning.features * shape.itemsize
+    w = rank * tuning.features * shape.itemsize
+    most = depth * (p + q)
+    if fused:
+        # B, and the part of dS before it is stored.
+        most += w + p
+    elif shape.dropout:
+        # What is masked goes back for the product; the rows' numbers are loaded ahead too.
+        most += q + depth * tuning.tokens * 4
+    if _lies_twice(shape, capability):
+        most = max(most, 2 * (max(p, q) + (w if fused else 0)))
+    # Or the gradient, which changes places between threads before it is stored.
+    return max(most, rank * tuning.features * 4 + (p if fused else 0))
+
+
+SHRINK_RANK = 128
+"""Rank rows of a block of S; wider adapters read their input again."""
+
+CHUNK_RANK = 64
+"""Rank rows held by a program that walks tokens."""
 
 STACK_RANK = 64
 """Rank rows of all linears that one program holds of the gradient of A."""

@@ -15,8 +15,8 @@ import triton.language as tl
 
 from tlora.kernels.multi_lora import blocks as lists
 from tlora.kernels.multi_lora.blocks import Blocks
+from tlora.kernels.multi_lora.devices import tuning_of
 from tlora.kernels.multi_lora.settings import Tuning
-from tlora.kernels.multi_lora.settings import tuning as tuning_of
 from tlora.kernels.multi_lora.triton_forward import (
     COL,
     COLUMNS,
@@ -280,7 +280,7 @@ def reduce(
     """grads_l += p^T drop(q_l). With w also part[tile] = q_l w_l^T over the features of a tile."""
     layout = blocks.layout
     dropout = layout.dropout and name == "reduce_a"
-    tuning = tuning or tuning_of("reduce_a", shape_of(layout, p, p, dropout))
+    tuning = tuning or tuning_of("reduce_a", shape_of(layout, p, p, dropout), p.device)
     n = layout.num_linears
     features = [q_l.shape[1] for q_l in q]
     tiles = -(-max(features) // tuning.features)
@@ -317,11 +317,12 @@ def reduce_fused(
     layout = blocks.layout
     features = [dy_l.shape[1] for dy_l in dy]
     shape = shape_of(layout, s, b[0], dropout=False)
-    tuning = tuning or tuning_of("reduce_b", shape)
+    tuning = tuning or tuning_of("reduce_b", shape, s.device)
     tiles = -(-max(features) // tuning.features)
     part = torch.empty(tiles, *s.shape, dtype=part_dtype or s.dtype, device=s.device)
     reduce(grads, s, dy, blocks, rows, linears, name="reduce_b", tuning=tuning, w=b, part=part)
-    sum_parts(ds, part, features, tuning.features, blocks, sum_tuning or tuning_of("sum", shape))
+    sum_tuning = sum_tuning or tuning_of("sum", shape, s.device)
+    sum_parts(ds, part, features, tuning.features, blocks, sum_tuning)
 
 
 def sum_parts(

@@ -15,8 +15,8 @@ import triton.language as tl
 
 from tlora.kernels.multi_lora import blocks as lists
 from tlora.kernels.multi_lora.blocks import Blocks
+from tlora.kernels.multi_lora.devices import tuning_of
 from tlora.kernels.multi_lora.settings import Shape, Tuning
-from tlora.kernels.multi_lora.settings import tuning as tuning_of
 from tlora.kernels.multi_lora.triton_streams import feature_hash, kept, linear_key, row_hash
 
 COLUMNS = tl.constexpr(lists.COLUMNS)
@@ -392,7 +392,7 @@ def alignment(features: list[int]) -> int:
 def split_count(layout: lists.Layout, features: int, tuning: Tuning, programs: int) -> int:
     """Parts of the inner dimension, so that any bucket fills about so many programs.
 
-    A function of static shapes only: bits must not depend on the jobs, nor on the device.
+    A function of static shapes and the kind of device only: bits must not depend on the jobs.
     """
     blocks = -(-layout.num_tokens // layout.tiles.shrink_tokens)
     most = max(1, features // (4 * tuning.features))
@@ -414,7 +414,7 @@ def shrink(
     """s = scale * drop(x_l) w_l^T, block by block as the list `name` says."""
     layout = blocks.layout
     features = [x_l.shape[1] for x_l in x]
-    tuning = tuning or tuning_of("shrink", shape_of(layout, s, w[0], layout.dropout))
+    tuning = tuning or tuning_of("shrink", shape_of(layout, s, w[0], layout.dropout), s.device)
     if splits is None:
         splits = split_count(layout, min(features), tuning, programs=tuning.parts)
     partial = s
@@ -450,7 +450,7 @@ def expand(
     """y_l = or += the sum of drop(s w_l) over the pieces of the list `name`."""
     layout = blocks.layout
     dropout = layout.dropout and name == "expand_dx"
-    tuning = tuning or tuning_of(name, shape_of(layout, s, w[0], dropout))
+    tuning = tuning or tuning_of(name, shape_of(layout, s, w[0], dropout), s.device)
     features = [y_l.shape[1] for y_l in y]
     tiles = -(-max(features) // tuning.features)
     has_bias = biases is not None and any(bias is not None for bias in biases)
