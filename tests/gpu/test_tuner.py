@@ -22,7 +22,7 @@ MOST_SECONDS = 60.0
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
     monkeypatch.setenv("TLORA_CACHE", str(tmp_path))
-    monkeypatch.delenv("TLORA_TUNE_KERNELS", raising=False)
+    monkeypatch.setenv("TLORA_TUNE_KERNELS", "1")
     monkeypatch.setattr(devices, "_settled", {})
     devices.tuning_of.cache_clear()
     yield tmp_path

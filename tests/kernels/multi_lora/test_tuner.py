@@ -265,12 +265,12 @@ def test_without_a_cuda_device_nothing_happens(nothing_settled, caplog):
     assert not caplog.records
 
 
-def test_it_can_be_switched_off(monkeypatch, nothing_settled):
-    """Not even the device is asked for its name."""
+def test_it_runs_when_it_is_asked_for(monkeypatch, nothing_settled):
+    """Otherwise not even the device is asked for its name."""
     monkeypatch.setattr(settling, "triton_serves", lambda _: pytest.fail("asked"))
     device = torch.device("cuda", 0)
-    monkeypatch.setenv("TLORA_TUNE_KERNELS", "0")
+    monkeypatch.delenv("TLORA_TUNE_KERNELS", raising=False)
     settling.settle_kernels(device, torch.float16, [(64, (64,))])
-    monkeypatch.delenv("TLORA_TUNE_KERNELS")
+    monkeypatch.setenv("TLORA_TUNE_KERNELS", "1")
     with pytest.raises(pytest.fail.Exception):
         settling.settle_kernels(device, torch.float16, [(64, (64,))])

@@ -1,6 +1,6 @@
-"""A CUDA device that nobody measured tunes itself: once, before anything is compiled or captured.
+"""A CUDA device tunes itself, once, before anything is compiled or captured.
 
-TLORA_TUNE_KERNELS=0 keeps the usual settings.
+TLORA_TUNE_KERNELS=1 asks for it; else the usual settings serve, as far as they fit the device.
 """
 
 import os
@@ -17,8 +17,8 @@ def settle_kernels(device: torch.device, dtype: torch.dtype, groups: Iterable[Gr
     """Fix the settings for a model whose linears have this format and, group by group, these
     (in, out) features. What is settled stays."""
     served = [group for group in groups if len(group[1]) <= MOST_LINEARS]
-    off = os.environ.get("TLORA_TUNE_KERNELS") == "0"
-    if off or not served or device.type != "cuda" or not triton_serves(device):
+    asked = os.environ.get("TLORA_TUNE_KERNELS") == "1"
+    if not asked or not served or device.type != "cuda" or not triton_serves(device):
         return
     # Imported where it runs: a machine without a GPU need not have Triton.
     from tlora.kernels.multi_lora import trials
