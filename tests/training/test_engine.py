@@ -889,6 +889,38 @@ def test_a_step_that_cannot_be_taken_fails_its_job_alone(
     engine.check_integrity()
 
 
+@pytest.mark.parametrize("once", [False, True])
+def test_one_call_for_all_fails_nobody_but_the_culprit(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, once: bool
+) -> None:
+    """Jobs that step together, as on a GPU: one that cannot fails alone, and want of memory that
+    passes fails nobody."""
+
+    def neighbours() -> list[Fed]:
+        return [Fed(name, batches(seed, [4, 4])) for seed, name in enumerate(("one", "two"))]
+
+    step_jobs, calls = optimiser.step_jobs, []
+
+    def breaks(rows, due):
+        calls.append([each.job for each in due])
+        if once and len(calls) == 1:
+            raise torch.OutOfMemoryError("no room")
+        if not once and "broken" in calls[-1]:
+            raise OverflowError("int too large to convert to float")
+        return step_jobs(rows, due)
+
+    monkeypatch.setattr(optimiser, "step_jobs", breaks)
+    monkeypatch.setattr(engine._rows, "in_calls", lambda due: [due] if due else [])
+    broken, others = Fed("broken", batches(2, [4])), neighbours()
+    train(engine, [broken, *others])
+    assert len(calls[0]) == 3, "they step in one call"
+    assert (broken.failure is None) == once
+    for other, alone_again in zip(others, neighbours(), strict=True):
+        assert other.failure is None
+        assert as_alone(engine, other, lambda made=alone_again: made)
+    engine.check_integrity()
+
+
 def test_an_attach_that_breaks_off_leaves_nothing_behind(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

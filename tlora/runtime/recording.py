@@ -262,7 +262,9 @@ class Recorder:
             "metrics_bytes": self._metrics_bytes(driver),
             "data": self.data_keys.get(name, ""),
         }
-        self._writer.make_room(replacing=name)
+        # Where all are kept, a slow disk is waited for.
+        replaceable = keep is not None
+        self._writer.make_room(replacing=name if replaceable else None)
         state = self.engine.snapshot(name)
 
         def write() -> None:
@@ -278,7 +280,7 @@ class Recorder:
                 self._failures.append(SaveFailed(name, reason))
 
         self._writer.submit(
-            Order(name, write, written, num_bytes=state.num_bytes, replaceable=True)
+            Order(name, write, written, num_bytes=state.num_bytes, replaceable=replaceable)
         )
 
     def _take_failures(self) -> list[SaveFailed]:

@@ -35,7 +35,7 @@ from tlora.training.in_flight import (
     Passage,
     to_host,
 )
-from tlora.training.optimiser import AdamW
+from tlora.training.optimiser import AdamW, DueStep
 from tlora.training.outcome import Outcome
 
 logger = logging.getLogger(__name__)
@@ -297,15 +297,20 @@ class Engine:
                 # A row that can no longer be read: nobody else is held up by it.
                 launched.failures.append(JobFailed(f"step {job.step}: {error}", job=job.name))
                 self._leave(job.name)
-        for together in self._rows.in_calls([job.due_step() for job in due]):
+        calls = deque(self._rows.in_calls([job.due_step() for job in due]))
+        while calls:
+            together = calls.popleft()
             try:
-                norms = to_host(optimiser.step_jobs(self._rows, together))
+                norms = self._step(together)
             except (RuntimeError, OverflowError, ValueError, OSError) as error:
                 # A rate beyond what float32 holds, or no room for the lists: before any weight.
-                for each in together:
-                    reason = f"step {each.number}: {error}"
-                    launched.failures.append(JobFailed(reason, job=each.job))
-                    self._leave(each.job)
+                if len(together) > 1:
+                    # Whose fault it is shows when each steps by itself.
+                    calls.extend([each] for each in together)
+                    continue
+                reason = f"step {together[0].number}: {error}"
+                launched.failures.append(JobFailed(reason, job=together[0].job))
+                self._leave(together[0].job)
                 continue
             batches: list[Batch] = []
             for each in together:
@@ -314,6 +319,18 @@ class Engine:
                 batches.append(job.batch)
                 job.stepped()
             launched.steps.append(LaunchedSteps(batches, norms))
+
+    def _step(self, together: list[DueStep]) -> torch.Tensor:
+        """Their norms, which reach the host later."""
+        try:
+            return to_host(optimiser.step_jobs(self._rows, together))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        self.super_model.stop_capturing()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return to_host(optimiser.step_jobs(self._rows, together))
 
     def _finish_evaluation(self, job: EngineJob) -> LaunchedEvaluation:
         # Attention may hide a NaN in its queries behind a finite loss; no gradient would show it.
