@@ -131,6 +131,10 @@ class Recorder:
         self._say_each_or_all(saved, f"{len(saved)} jobs saved where they are")
         for failure in failures:
             self.progress.say(f"{failure.job}: {failure.reason}")
+        for driver in drivers:
+            if driver.status is Status.FAILED:
+                # An adapter that was still to be written when the run was stopped.
+                self.progress.say(f"{driver.name}: {driver.reason}")
 
     def rescue(self, drivers: list[JobDriver]) -> None:
         """The loop broke: save the jobs that are whole, and raise nothing, for an error is on its
