@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test kills fidelity simulate check format clean system-deps
+.PHONY: demo test kills devices fidelity simulate check format clean system-deps
 
 demo: $(STAMP)
 	$(BIN)/tlora demo
@@ -16,6 +16,10 @@ test: $(STAMP) $(if $(CI),system-deps)
 # A hundred seeded kills with SIGKILL instead of the suite's ten; prints what it found.
 kills: $(STAMP)
 	TLORA_KILLS=100 $(BIN)/python -m pytest tests/runtime/test_resuming.py -k kills -s
+
+# The kernels compiled for every kind of device, rank and format instead of the suite's part.
+devices: $(STAMP)
+	TLORA_ALL_DEVICES=1 $(BIN)/python -m pytest tests/kernels/multi_lora/test_shared_memory.py
 
 # Real runs over two processes against simulated ones; some 20 minutes of a machine that does
 # nothing else. Fails where they disagree.

@@ -5,6 +5,7 @@ Launches are recorded instead of made, so what is compiled is what would run.
 """
 
 import functools
+import itertools
 import os
 from dataclasses import replace
 from typing import Any
@@ -171,11 +172,23 @@ def test_the_measured_settings_do_not_fit_a_small_device():
         assert settings.shared_bytes(kernel, shape, best, 86) > device.shared_bytes
 
 
+CASES = list(
+    itertools.product(
+        DEVICES, (8, 64, 256), (False, True), ((HALF, HALF), (HALF, FULL), (FULL, FULL))
+    )
+)
+EVERY = 1 if os.environ.get("TLORA_ALL_DEVICES") else 17
+"""All of them compile for some ten minutes (`make devices`); a part has every device in it, every
+rank, both kinds of dropout and all formats."""
+
+
+def test_the_part_that_is_tried_has_something_of_everything():
+    for column in range(4):
+        assert {case[column] for case in CASES[::17]} == {case[column] for case in CASES}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DEVICES)
-@pytest.mark.parametrize("rank", [8, 64, 256])
-@pytest.mark.parametrize("dropout", [False, True])
-@pytest.mark.parametrize("dtypes", [(HALF, HALF), (HALF, FULL), (FULL, FULL)], ids=str)
+@pytest.mark.parametrize(("name", "rank", "dropout", "dtypes"), CASES[::EVERY], ids=str)
 def test_every_adapter_fits_every_device(name, rank, dropout, dtypes):
     check(DEVICES[name], rank, *dtypes, dropout=dropout)
 
