@@ -3,6 +3,7 @@
 import json as json_lines
 import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -122,20 +123,17 @@ def simulate(
 
     if bad_rows not in ("refuse", "skip"):
         raise SpecError(f"must be refuse or skip, got '{bad_rows}'", field="--bad-rows")
-    if not 0 <= load < math.inf:
-        raise SpecError(f"must be a number of at least 0, got {load}", field="--load")
-    if not 0 <= skip_days < math.inf:
-        raise SpecError(f"must be a number of at least 0, got {skip_days}", field="--skip-days")
-    for name, value in (
-        ("--days", days),
-        ("--jobs", jobs),
-        ("--max-runnable", max_runnable),
-        ("--mtbf", mtbf),
-        ("--repair", repair),
-        ("--straggle", straggle),
-    ):
-        if value is not None and not 0 < value < math.inf:
-            raise SpecError(f"must be a number above 0, got {value}", field=name)
+    check_numbers({"--load": load, "--skip-days": skip_days}, zero=True)
+    check_numbers(
+        {
+            "--days": days,
+            "--jobs": jobs,
+            "--max-runnable": max_runnable,
+            "--mtbf": mtbf,
+            "--repair": repair,
+            "--straggle": straggle,
+        }
+    )
     for name, path in (("--json", json), ("--html", html)):
         check_place(name, path)
     names = COMPARED if policy is None else tuple(each.strip() for each in policy.split(","))
@@ -179,6 +177,14 @@ def number(text: str) -> int:
     if int(text) < 1:
         raise SpecError(f"must be at least 1, got {text}", field="--lengths")
     return int(text)
+
+
+def check_numbers(given: Mapping[str, float | None], *, zero: bool = False) -> None:
+    """Options that were left out are None."""
+    least = "of at least 0" if zero else "above 0"
+    for name, value in given.items():
+        if value is not None and not (0 < value < math.inf or (zero and value == 0)):
+            raise SpecError(f"must be a number {least}, got {value}", field=name)
 
 
 def check_place(option: str, path: Path | None) -> None:
