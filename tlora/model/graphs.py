@@ -27,6 +27,9 @@ MOST_GRAPHS = 32
 MOST_CAPTURES = 256
 """In a run: jobs whose shapes never come back are not worth more."""
 
+MOST_RELEASES = 3
+"""In a run: graphs that are in the way again and again are not worth their memory."""
+
 Backbone = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(input_ids, position_ids) to hidden states [T, width]."""
 
@@ -65,6 +68,7 @@ class Graphs:
         self.settled = False
         """The last nano-batch ran as its shape always will: it is captured, or will not be."""
 
+        self._releases = 0
         self._stopped = False
         self._backbone = backbone
         self._embeddings = embeddings
@@ -111,12 +115,13 @@ class Graphs:
         # A pool of memory whose graphs are all gone cannot be used again.
         self._pool = torch.cuda.graph_pool_handle()
 
-    def stop(self) -> bool:
-        """Free the graphs' memory for good; whether there was any."""
+    def release(self) -> bool:
+        """Memory is short: give the graphs' back; whether they had any."""
         held = bool(self._captured)
         if held:
             self.forget()
-            self._stopped = True
+            self._releases += 1
+            self._stopped = self._stopped or self._releases >= MOST_RELEASES
         return held
 
     def give_up(self, key: Hashable) -> None:
@@ -156,7 +161,7 @@ class Graphs:
             torch.cuda.empty_cache()
             return None
         self.captures += 1
-        self._stopped = self.captures >= MOST_CAPTURES
+        self._stopped = self._stopped or self.captures >= MOST_CAPTURES
         return captured
 
     def _capture(self, batch: PackedBatch) -> Captured:

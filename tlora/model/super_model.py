@@ -296,9 +296,9 @@ class SuperModel:
         """The last nano-batch took the time that its like will take."""
         return self._graphs is None or self._graphs.settled
 
-    def stop_capturing(self) -> bool:
+    def release_graphs(self) -> bool:
         """Give the memory of captured graphs back; whether there was any."""
-        return self._graphs is not None and self._graphs.stop()
+        return self._graphs is not None and self._graphs.release()
 
     def runs_uncompiled(self, error: BaseException) -> bool:
         """If this is the compiler's error, go on without it from now on."""
@@ -306,7 +306,7 @@ class SuperModel:
             return False
         run_uncompiled(self.model)
         self.routing.compiled = False
-        self.stop_capturing()
+        self.release_graphs()
         self._graphs = None
         return True
 

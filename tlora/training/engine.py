@@ -327,7 +327,7 @@ class Engine:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-        self.super_model.stop_capturing()
+        self.super_model.release_graphs()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return to_host(optimiser.step_jobs(self._rows, together))
@@ -412,11 +412,11 @@ class Engine:
         self, composition: Composition, jobs: list[EngineJob], error: BaseException
     ) -> Outcome:
         self._drop_partial_batches(jobs)
-        held_graphs = self.super_model.stop_capturing()
+        held_graphs = self.super_model.release_graphs()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if held_graphs:
-            logger.warning("out of memory: going on without captured graphs")
+            logger.warning("out of memory: captured graphs give theirs back")
             return Outcome(error=f"out of memory: {error}")
         alone = len(jobs) == 1 and len(composition.picks[0].indices) == 1
         if alone or self.exact or self.budget_tokens <= MIN_BUDGET:

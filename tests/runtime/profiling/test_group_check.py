@@ -15,7 +15,7 @@ from tlora.runtime.profiling.profiling import with_group_check
 from tlora.runtime.profiling.rig import NotMeasured
 
 LENGTHS = (128, 512, 2048)
-MODEL = SimpleNamespace(vocabulary=100)
+MODEL = SimpleNamespace(vocabulary=100, captures=0, settled=True)
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,19 @@ def test_the_median_of_the_warm_runs_stands_beside_the_prediction(profile, monke
     assert found.jobs == 8 and found.tokens > 8192
     assert found.measured_s / found.predicted_s == pytest.approx(1.2)
     assert found.error_pct == pytest.approx((1 / 1.2 - 1) * 100)
+
+
+def test_runs_that_capture_graphs_do_not_count(profile, monkeypatch) -> None:
+    model = SimpleNamespace(vocabulary=100, captures=0, settled=True)
+    factors = iter([50.0, 40.0, 30.0, 1.3, 1.1, 1.2])
+
+    def train(model: SimpleNamespace, work: Workload, *others: object) -> Run:
+        model.captures = min(model.captures + 1, 2)
+        return Run(next(factors) * predicted_seconds(profile, work), work.of(work.jobs))
+
+    monkeypatch.setattr(group_check, "train_together", train)
+    found = check_group(model, profile, lengths=LENGTHS, largest_rank=64)  # type: ignore[arg-type]
+    assert found.measured_s / found.predicted_s == pytest.approx(1.2)
 
 
 def test_a_group_that_would_take_long_is_not_trained(profile) -> None:

@@ -7,7 +7,7 @@ import torch
 from tlora.model.super_model import SuperModel
 from tlora.runtime.benchmark import shapes
 from tlora.runtime.profiling.grid import BARE, EIGHT, SMALL, Plan
-from tlora.runtime.profiling.profiling import measure, weights_bytes
+from tlora.runtime.profiling.profiling import measure, point_of, weights_bytes
 from tlora.runtime.profiling.rig import NotMeasured, Rig, Visit
 from tlora.training.engine import Engine
 
@@ -69,7 +69,43 @@ def test_every_plan_is_measured_as_often_as_asked(rig: Rig, generator) -> None:
     """After a visit that warms it up."""
     visits, skipped = run(rig, generator, repeats=3)
     assert list(visits) == PLANS and skipped == []
-    assert [len(seen) for seen in visits.values()] == [3, 3, 3]
+    assert [len(seen.visits) for seen in visits.values()] == [3, 3, 3]
+    assert all(seen.warm_up for seen in visits.values())
+
+
+def test_memory_that_graphs_held_is_tried_again(rig: Rig, generator, monkeypatch) -> None:
+    """The engine gives it back when it runs out; what fails twice does not fit."""
+    failures = {PLANS[0]: 1, PLANS[1]: 2}
+
+    def visit(plan: Plan, **options: object) -> Visit:
+        if failures.get(plan):
+            failures[plan] -= 1
+            raise NotMeasured("out of memory")
+        return Visit(0.01, 0.001, None)
+
+    monkeypatch.setattr(rig, "visit", visit)
+    visits, skipped = run(rig, generator)
+    assert set(visits) == {PLANS[0], PLANS[2]}
+    assert [each.rows for each in skipped] == [PLANS[1].rows]
+
+
+def test_what_ran_before_a_graph_was_captured_counts_for_memory_alone(
+    rig: Rig, generator, monkeypatch
+) -> None:
+    """A replay takes less time and allocates nothing that is counted."""
+    looks: list[Plan] = []
+
+    def visit(plan: Plan, **options: object) -> Visit:
+        looks.append(plan)
+        captured = looks.count(plan) > 2
+        monkeypatch.setattr(type(rig.model), "settled", captured)
+        return Visit(0.01 if captured else 1.0, 0.001, 8 if captured else 800)
+
+    monkeypatch.setattr(rig, "visit", visit)
+    visits, _ = run(rig, generator)
+    for plan in PLANS:
+        point = point_of(rig, plan, visits[plan])
+        assert (point.seconds, point.peak_bytes, point.repeats) == (0.01, 800, 2)
 
 
 def test_a_nano_batch_that_does_not_fit_is_left_out_and_the_rest_goes_on(
@@ -96,7 +132,7 @@ def test_a_nano_batch_that_does_not_fit_is_left_out_and_the_rest_goes_on(
 
 def test_what_there_is_no_time_for_is_said(rig: Rig, generator, monkeypatch) -> None:
     """A clock that runs out after the second look."""
-    ticks = iter([0.0, 0.0, 1.0, *[100.0] * 50])
+    ticks = iter([0.0, 0.0, 1.0, *[100.0] * 2, *[200.0] * 50])
     monkeypatch.setattr("tlora.runtime.profiling.profiling.time.monotonic", lambda: next(ticks))
     visits, skipped = run(rig, generator, seconds=10.0)
     assert visits == {}

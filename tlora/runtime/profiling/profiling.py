@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -34,14 +34,22 @@ PAUSE_RANK = 16
 PAUSES = 6
 """The first one warms up."""
 
-WARM_UP_PART = 0.6
-"""Of the time; without a limit slow compilers would leave none for measuring."""
+WARM_UP_FACTOR = 2.0
+"""Warming up may take so many times as long as measuring: compilers are slow, but not for ever."""
 
 FEWEST_POINTS = 10
 
 SEED = 0
 
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """All looks at one nano-batch."""
+
+    warm_up: tuple[Visit, ...]
+    visits: tuple[Visit, ...]
 
 
 def run_profile(settings: Settings, command: str, say: Say) -> Profile:
@@ -83,7 +91,7 @@ def _run(settings: Settings, command: str, say: Say) -> Profile:
     rig = Rig(model, ranks=ranks, weights_bytes=weights, reserved_rank=reserved)
     budget = default_budget(device, shape.parameters)
     warmup_s = first_seconds(rig, shape, min(budget, settings.tokens))
-    visits, left_out = measure(
+    measured_plans, left_out = measure(
         rig,
         plans,
         seconds=settings.seconds,
@@ -91,10 +99,10 @@ def _run(settings: Settings, command: str, say: Say) -> Profile:
         generator=generator,
         say=say,
     )
-    points = [point_of(rig, plan, seen) for plan, seen in visits.items()]
+    points = [point_of(rig, plan, measured) for plan, measured in measured_plans.items()]
     times, steps, error_pct = fit(points, left_out)
     say("attaching and detaching")
-    attach_s, detach_s = pauses(rig, shape, smallest(list(visits)))
+    attach_s, detach_s = pauses(rig, shape, smallest(list(measured_plans)))
     profile = Profile(
         device=machine.device_name(device),
         dtype=str(shape.dtype).removeprefix("torch."),
@@ -219,60 +227,73 @@ def measure(
     repeats: int,
     generator: np.random.Generator,
     say: Say,
-) -> tuple[dict[Plan, list[Visit]], list[Skipped]]:
-    """Every plan once to warm up, then rounds over all of them, each in an order of its own, so
-    that a machine that gets slower does so for all alike."""
-    started = time.monotonic()
+) -> tuple[dict[Plan, Measured], list[Skipped]]:
+    """Every plan a few times to warm up, then rounds over all of them, each in an order of its own,
+    so that a machine that gets slower does so for all alike."""
     ranks = [job.rank for job in rig.jobs]
-    warm: dict[Plan, float] = {}
+    warm: dict[Plan, list[Visit]] = {}
     skipped: dict[Plan, str] = {}
     too_many = float("inf")
 
     def shuffled(chosen: Sequence[Plan]) -> list[Plan]:
         return [chosen[place] for place in generator.permutation(len(chosen)).tolist()]
 
-    def visited(plan: Plan) -> Visit | None:
+    def attempt(plan: Plan, expected_seconds: float | None) -> Visit | None:
         nonlocal too_many
         if plan.rows >= too_many:
             skipped[plan] = "out of memory"
             return None
-        try:
-            return rig.visit(plan, expected_seconds=warm.get(plan))
-        except NotMeasured as error:
-            skipped[plan] = str(error)
-            if skipped[plan] == "out of memory":
-                too_many = plan.rows
-            return None
+        # A second time without the graphs that were captured so far, and their memory.
+        for _ in range(2):
+            try:
+                return rig.visit(plan, expected_seconds=expected_seconds)
+            except NotMeasured as error:
+                skipped[plan] = str(error)
+                if skipped[plan] != "out of memory":
+                    return None
+        too_many = plan.rows
+        return None
+
+    def visited(plan: Plan, expected_seconds: float | None = None) -> Visit | None:
+        """As the nano-batch runs from then on: it may be captured once it has run a few times."""
+        for _ in range(BEFORE_CAPTURE):
+            visit = attempt(plan, expected_seconds)
+            if visit is None:
+                return None
+            skipped.pop(plan, None)
+            if rig.model.settled:
+                return visit
+            warm.setdefault(plan, []).append(visit)
+        return visit
 
     say(f"warming up: {len(plans)} nano-batches")
+    limit = time.monotonic() + WARM_UP_FACTOR * seconds
     for plan in shuffled(plans):
-        if time.monotonic() - started > WARM_UP_PART * seconds:
+        if time.monotonic() > limit:
             skipped[plan] = "no time left to warm it up"
-            continue
-        for _ in range(BEFORE_CAPTURE):
-            if (visit := visited(plan)) is None:
-                break
-            warm[plan] = visit.seconds
-            # A shape may be captured once it has run a few times.
-            if rig.model.settled:
-                break
+        elif (visit := visited(plan)) is not None:
+            warm.setdefault(plan, []).append(visit)
     visits: dict[Plan, list[Visit]] = {plan: [] for plan in warm}
+    limit = time.monotonic() + seconds
     for number in range(1, repeats + 1):
-        if time.monotonic() - started > seconds:
+        if time.monotonic() > limit:
             break
         say(f"round {number} of {repeats}")
         for plan in shuffled([plan for plan in warm if plan not in skipped]):
-            if time.monotonic() - started > seconds:
+            if time.monotonic() > limit:
                 break
-            if (visit := visited(plan)) is not None:
+            quickest = min(seen.seconds for seen in (*warm[plan], *visits[plan]))
+            if (visit := visited(plan, quickest)) is not None:
                 visits[plan].append(visit)
-                # The first one may have compiled.
-                warm[plan] = min(warm[plan], visit.seconds)
     for plan, seen in visits.items():
         if not seen:
             skipped.setdefault(plan, "no time left to measure it")
     return (
-        {plan: visits[plan] for plan in plans if visits.get(plan) and plan not in skipped},
+        {
+            plan: Measured(tuple(warm[plan]), tuple(visits[plan]))
+            for plan in plans
+            if visits.get(plan) and plan not in skipped
+        },
         [left_out(plan, ranks, reason) for plan, reason in skipped.items()],
     )
 
@@ -288,16 +309,21 @@ def left_out(plan: Plan, ranks: Sequence[int], reason: str) -> Skipped:
     )
 
 
-def point_of(rig: Rig, plan: Plan, visits: Sequence[Visit]) -> Point:
-    seconds = [visit.seconds for visit in visits]
-    peaks = [visit.peak_bytes for visit in visits if visit.peak_bytes is not None]
+def point_of(rig: Rig, plan: Plan, measured: Measured) -> Point:
+    seconds = [visit.seconds for visit in measured.visits]
+    # A captured graph allocates nothing that is counted: before it was captured, it did.
+    peaks = [
+        visit.peak_bytes
+        for visit in (*measured.warm_up, *measured.visits)
+        if visit.peak_bytes is not None
+    ]
     return Point(
         batch=rig.shape_of(plan),
         adapter_parameters=rig.parameters_of(plan),
         seconds=statistics.median(seconds),
         spread_pct=spread_pct(seconds) if len(seconds) > 1 else None,
         repeats=len(seconds),
-        step_seconds=statistics.median(visit.step_seconds for visit in visits),
+        step_seconds=statistics.median(visit.step_seconds for visit in measured.visits),
         peak_bytes=max(peaks) if peaks else None,
         heldout=plan.heldout,
     )

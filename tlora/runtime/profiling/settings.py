@@ -20,7 +20,7 @@ HELP = {
     "output": "Write the profile to this file; one that is there is replaced.",
     "shape": BENCH_HELP["shape"],
     "seconds": "Measure nano-batches for so long at most; what is not reached is left out. "
-    "Loading, the first nano-batch and the group at the end come on top.",
+    "Loading, warming up (twice as long at most) and the group at the end come on top.",
     "repeats": "Measure every nano-batch so many times at most; their median counts.",
     "tokens": "The largest nano-batch. Default: 16384 on CUDA, 2048 for demo, else 1024.",
     "device": BENCH_HELP["device"],
