@@ -158,7 +158,7 @@ def main() -> int:
     options = arguments()
     quieten_libraries()
     with tempfile.TemporaryDirectory(prefix="fidelity-") as folder:
-        work = Path(folder)
+        work = options.keep_runs or Path(folder)
         if options.profile is None:
             measured = measure_profile(options.workers, options.profile_seconds, work)
         else:
@@ -207,6 +207,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profile", type=Path, help="a profile of this machine, made before")
     parser.add_argument("--keep-profile", type=Path, help="write the measured profile here")
+    parser.add_argument("--keep-runs", type=Path, help="an empty folder for all runs' files")
     parser.add_argument("--profile-seconds", type=float, default=60.0)
     parser.add_argument(
         "--calibration-seconds", type=float, default=3.0, help="for each group, each time"

@@ -46,3 +46,13 @@ def test_without_peaks_only_what_is_counted_is_known() -> None:
     assert found.bytes(rows=1, adapter_parameters=1) is None and found.usable_bytes is None
     one_size = [MemoryPoint(512, 5.0, heldout=False)] * 2
     assert fit_memory(one_size, **COUNTED).row_bytes is None
+
+
+def test_what_a_graph_hid_does_not_make_rows_cheap():
+    """Of two nano-batches of a size, one was a replay, whose memory is not seen."""
+    seen = [MemoryPoint(rows, 1000.0 + 10 * rows, heldout=False) for rows in (100, 200, 400)]
+    hidden = [MemoryPoint(rows, 50.0, heldout=False) for rows in (100, 400)]
+    found = fit_memory([*hidden, *seen], weights_bytes=0, device_bytes=None, outside_bytes=None)
+    assert found.row_bytes == pytest.approx(10)
+    assert found.fixed_bytes == pytest.approx(1000)
+    assert found.reserve_bytes == pytest.approx(0, abs=1e-6)

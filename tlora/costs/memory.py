@@ -8,7 +8,7 @@ that the prediction is a bound on all that was seen.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -74,7 +74,8 @@ def fit_memory(
     device_bytes: int | None,
     outside_bytes: int | None,
 ) -> Memory:
-    """Without points all that is not counted stays unknown."""
+    """Without points all that is not counted stays unknown. Of nano-batches of one size the one that
+    took the most stands for all: a captured graph takes its memory where nothing counts it."""
     counted = Memory(
         weights_bytes=weights_bytes,
         device_bytes=device_bytes,
@@ -83,6 +84,10 @@ def fit_memory(
         row_bytes=None,
         reserve_bytes=None,
     )
+    most: dict[float, float] = {}
+    for point in points:
+        most[point.rows] = max(point.peak_bytes, most.get(point.rows, 0.0))
+    points = [replace(point, peak_bytes=most[point.rows]) for point in points]
     fitted = [point for point in points if not point.heldout]
     if len({point.rows for point in fitted}) < 2:
         return counted
