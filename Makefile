@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+WORKERS ?= 2
 
 .PHONY: demo test kills devices fidelity simulate check format clean system-deps
 
@@ -11,7 +12,7 @@ demo: $(STAMP)
 
 # Where CI is set nothing may be skipped for want of a package.
 test: $(STAMP) $(if $(CI),system-deps)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # A hundred seeded kills with SIGKILL instead of the suite's ten; prints what it found.
 kills: $(STAMP)
