@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from markupsafe import escape
 from safetensors.torch import load_file
 from support.runs import job_file, write_rows
 
@@ -92,7 +93,15 @@ def test_two_devices_leave_what_one_leaves(spec: RunSpec, alone: Path, tmp_path:
     assert {job for batch in log.nano_batches for job in batch.tokens} == {"a", "b", "c", "wild"}
     events = [json.loads(line) for line in (root / "events.jsonl").read_text().splitlines()]
     assert {event["device"] for event in events if event["kind"] == "nano_batch"} == {0, 1}
-    assert (root / "report.html").exists()
+    assert {each.device for each in log.attendance} == {0, 1}
+    report = (root / "report.html").read_text()
+    assert "Who trained where" in report
+    assert log.placed and all(each.at < log.seconds for each in log.placed)
+    assert str(escape(log.placed[0].sentence)) in report
+    # Workers load the base before the run's time begins.
+    first = min(event["time"] for event in events if event["kind"] == "joined")
+    (began,) = [event["time"] for event in events if event["kind"] == "began"]
+    assert 0 <= first - began < 2.0
 
     store: SqliteStore[Turn] = SqliteStore(root / "state.sqlite", decode=turn_of_json)
     assert {row.name: row.status for row in store.jobs()} == {

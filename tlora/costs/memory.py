@@ -74,8 +74,8 @@ def fit_memory(
     device_bytes: int | None,
     outside_bytes: int | None,
 ) -> Memory:
-    """Without points all that is not counted stays unknown. Of nano-batches of one size the one that
-    took the most stands for all: a captured graph takes its memory where nothing counts it."""
+    """Without points all that is not counted stays unknown. Of nano-batches of one size the one
+    that took the most stands for all: a captured graph takes its memory where nothing counts it."""
     counted = Memory(
         weights_bytes=weights_bytes,
         device_bytes=device_bytes,

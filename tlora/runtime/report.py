@@ -27,6 +27,7 @@ SCRIPTS = (
     "loss.js",
     "throughput.js",
     "composition.js",
+    "placement.js",
     "tuning.js",
     "main.js",
 )
@@ -58,6 +59,7 @@ def render(log: RunLog) -> str:
     )
     environment.filters |= {"loss": loss_figure, "rate": rate_figure, "duration": duration_figure}
     jobs = job_rows(log)
+    data = report_data(log)
     return environment.get_template("report.html.j2").render(
         log=log,
         name=log.root.resolve().name,
@@ -69,7 +71,8 @@ def render(log: RunLog) -> str:
         shared=shared_settings(log),
         style=Markup((REPORT / "report.css").read_text(encoding="utf-8")),
         scripts=[Markup((REPORT / name).read_text(encoding="utf-8")) for name in SCRIPTS],
-        data=embedded(report_data(log)),
+        several_devices=data["placement"] is not None,
+        data=embedded(data),
     )
 
 

@@ -7,6 +7,7 @@ mean, and the throughput of a while is what was done in it over how long it took
 import math
 from collections.abc import Iterable, Sequence
 
+from tlora.runtime.placement import stays as stays_of
 from tlora.runtime.run_log import NanoBatch, Record, RunLog
 from tlora.training.controller import Measure
 
@@ -39,6 +40,7 @@ def report_data(log: RunLog) -> dict[str, object]:
         "throughput": throughput(log),
         "composition": composition(log),
         "tuning": tuning(log),
+        "placement": placement(log),
         "resumed": [round(seconds, 2) for seconds in log.sessions.running[1:]],
     }
 
@@ -131,6 +133,27 @@ def bars(
         "time": [round(chunk[-1].ended, 2) for chunk in chunks],
         "tokens": tokens,
     }
+
+
+def placement(log: RunLog) -> list[dict[str, object]] | None:
+    """Device by device, who was there when; None for a run on one."""
+    index = {job.name: at for at, job in enumerate(log.jobs)}
+    found = [stay for stay in stays_of(log.attendance, log.seconds) if stay.job in index]
+    devices = sorted({stay.device for stay in found})
+    if not devices:
+        return None
+    return [
+        {
+            "device": device,
+            "lanes": 1 + max(stay.lane for stay in found if stay.device == device),
+            "stays": [
+                [index[stay.job], stay.lane, round(stay.began, 2), round(stay.ended, 2)]
+                for stay in found
+                if stay.device == device
+            ],
+        }
+        for device in devices
+    ]
 
 
 def tuning(log: RunLog) -> dict[str, object] | None:

@@ -4,6 +4,7 @@ Nothing is demanded but run.json. A last line that a crash cut short is passed o
 """
 
 import json
+import sqlite3
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import yaml
 
 from tlora.core.errors import SpecError
 from tlora.runtime.settings import flat
+from tlora.store.sqlite import decisions_of
 from tlora.training.controller import Action, ControllerSettings, Decision, Measure
 
 CAME, WENT = ("attached", "joined"), ("ended", "detached")
@@ -46,6 +48,8 @@ class Attendance:
     at: float
     job: str
     came: bool
+    device: int | None = None
+    """Of several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,14 @@ class Tuned:
 
     at: float
     decision: Decision
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The scheduler decided who trains where."""
+
+    at: float
+    sentence: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +100,7 @@ class RunLog:
     nano_batches: list[NanoBatch]
     attendance: list[Attendance]
     tuned: list[Tuned]
+    placed: list[Placed]
     sessions: Sessions
 
     @property
@@ -121,7 +134,9 @@ def read_run(root: Path) -> RunLog:
             if event["kind"] == "nano_batch" and event["purpose"] is not None
         ],
         attendance=[
-            Attendance(sessions.running_time(e["time"]), e["job"], e["kind"] in CAME)
+            Attendance(
+                sessions.running_time(e["time"]), e["job"], e["kind"] in CAME, e.get("device")
+            )
             for e in events
             if e["kind"] in (*CAME, *WENT)
         ],
@@ -129,6 +144,10 @@ def read_run(root: Path) -> RunLog:
             Tuned(sessions.running_time(e["time"]), read_decision(e))
             for e in events
             if e["kind"] == "tuned"
+        ],
+        placed=[
+            Placed(sessions.running_time(wall), sentence)
+            for wall, sentence in read_placed(root / "state.sqlite")
         ],
         sessions=sessions,
     )
@@ -171,6 +190,14 @@ def read_job(folder: Path, settings: dict[str, object]) -> JobLog:
 def read_decision(event: Record) -> Decision:
     fields = ("nano_batch", "measured", "tokens_per_s", "budget", "why")
     return Decision(action=Action(event["action"]), **{name: event[name] for name in fields})
+
+
+def read_placed(path: Path) -> list[tuple[float, str]]:
+    """(Time of day, sentence) of every decision; of a store that cannot be read, none."""
+    try:
+        return decisions_of(path)
+    except sqlite3.Error:
+        return []
 
 
 def read_tunings(events: Iterable[Record]) -> Iterator[tuple[ControllerSettings, list[Measure]]]:

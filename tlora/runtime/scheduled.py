@@ -250,15 +250,17 @@ class Lead:
             driver.step = saved_steps(self.directory, name)
             if driver.step:
                 self.progress.say(f"{name}: goes on after step {driver.step}")
-        self.directory.event("began")
         self._budget = budget
         if not self._drivers:
+            self.directory.event("began")
             self.progress.start([], budget)
 
     def hear(self, device: int, message: Message) -> None:
         match message:
             case Ready():
                 if not self._shown:
+                    # From here on: before, workers load the base.
+                    self.directory.event("began")
                     self.progress.start(list(self._drivers.values()), self._budget)
                     self._shown = True
             case Attached(job=job, step=step):

@@ -8,9 +8,11 @@ of its own, whose turns count from 0: the same command again opens a new one in 
 import json
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
+from urllib.parse import quote
 
 from tlora.core.decision import Decision, Join, Move, Pause, Refuse, Resize, Start
 from tlora.core.errors import SpecError
@@ -197,6 +199,23 @@ class SqliteStore(Generic[T]):
         ):
             found[group] = set(json.loads(body)["gpus"])
         return [(group,) for group, its in found.items() if its & set(gpus)]
+
+
+def decisions_of(path: Path) -> list[tuple[float, str]]:
+    """What was decided, as sentences, with the time of day in seconds: of all sessions whose
+    `about` says when they `started`. Nothing without a store; it is only read."""
+    if not path.exists():
+        return []
+    with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as read:
+        abouts = dict(read.execute("SELECT session, about FROM sessions").fetchall())
+        started = {session: json.loads(about).get("started") for session, about in abouts.items()}
+        return [
+            (started[session] + time, sentence)
+            for session, time, sentence in read.execute(
+                "SELECT session, time, sentence FROM decisions ORDER BY session, turn, place"
+            )
+            if started[session] is not None
+        ]
 
 
 def _connected(path: Path) -> sqlite3.Connection:

@@ -6,6 +6,7 @@ startComposition();
 refresh();
 drawThroughput();
 drawTuning();
+startPlacement();
 drawSparks();
 document.querySelectorAll("table.sortable").forEach(makeSortable);
 
@@ -16,6 +17,7 @@ addEventListener("resize", () => {
   drawLoss();
   drawThroughput();
   drawTuning();
+  drawPlacement();
   drawComposition();
 });
 document.documentElement.dataset.drawn = "yes";

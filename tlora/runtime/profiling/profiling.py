@@ -256,13 +256,14 @@ def measure(
 
     def visited(plan: Plan, expected_seconds: float | None = None) -> Visit | None:
         """As the nano-batch runs from then on: it may be captured once it has run a few times."""
+        visit = None
         for _ in range(BEFORE_CAPTURE):
             visit = attempt(plan, expected_seconds)
             if visit is None:
-                return None
+                break
             skipped.pop(plan, None)
             if rig.model.settled:
-                return visit
+                break
             warm.setdefault(plan, []).append(visit)
         return visit
 
