@@ -61,7 +61,7 @@ def test_arms_that_are_not_asked_for_have_no_row(tlora_command, json_file, capsy
     assert line["settings"]["arms"] == ["fused", "own"]
     assert line["one_at_a_time"]["tokens_per_s"] is line["ratio_one_at_a_time"] is None
     assert line["frozen"]["plain"] is None and line["frozen"]["best"] == line["frozen"]["own"]
-    assert "left out on request: compiled, one-at-a-time, plain, peft" in line["notes"]
+    assert "left out on request: compiled, one-at-a-time, plain, peft, processes" in line["notes"]
     out = capsys.readouterr().out
     assert "one at a time, same engine" not in out and "left out on request" in out
 

@@ -64,7 +64,10 @@ def test_every_option_has_a_help_text() -> None:
         ({}, [*ARMS]),
         ({"arms": "peft, own"}, ["fused", "own", "peft"]),
         ({"arms": "own,peft,compiled", "skip_peft": True}, ["fused", "own", "compiled"]),
-        ({"skip_peft": True, "skip_compile": True}, ["fused", "own", "one-at-a-time", "plain"]),
+        (
+            {"skip_peft": True, "skip_compile": True},
+            ["fused", "own", "one-at-a-time", "plain", "processes"],
+        ),
     ],
 )
 def test_arms_are_those_asked_for_and_not_skipped_in_the_order_of_a_round(given, kinds) -> None:

@@ -20,7 +20,17 @@ from tlora.model.targets import choose_targets
 from tlora.runtime.benchmark import linears, machine, peft_arm, shapes
 from tlora.runtime.benchmark.arms import PAUSES, Pauses, draw_adapters, pauses, train_together
 from tlora.runtime.benchmark.linears import LinearTime
-from tlora.runtime.benchmark.lineup import COMPILED, FUSED, ONE_AT_A_TIME, OWN, PEFT, PLAIN, Lineup
+from tlora.runtime.benchmark.lineup import (
+    COMPILED,
+    FUSED,
+    FUSED_SPREAD,
+    ONE_AT_A_TIME,
+    OWN,
+    PEFT,
+    PEFT_SPREAD,
+    PLAIN,
+    Lineup,
+)
 from tlora.runtime.benchmark.phases import clocked_phases
 from tlora.runtime.benchmark.rounds import Rounds, run_rounds
 from tlora.runtime.benchmark.settings import ARMS, NAMED_LENGTHS, Settings, read_lengths
@@ -85,6 +95,16 @@ class Result:
         return self.rate(*PEFT.values())
 
     @property
+    def fused_spread(self) -> float | None:
+        """In processes of one thread, as many as threads."""
+        return self.rate(FUSED_SPREAD)
+
+    @property
+    def peft_spread(self) -> float | None:
+        """Jobs one by one in each of as many processes."""
+        return self.rate(*PEFT_SPREAD.values())
+
+    @property
     def frozen(self) -> float | None:
         """The fastest frozen backbone."""
         return self.rate(*PLAIN.values(), *COMPILED.values(), OWN)
@@ -92,6 +112,16 @@ class Result:
     @property
     def ratio_peft(self) -> float | None:
         return self.fused / self.peft if self.peft else None
+
+    @property
+    def ratio_peft_spread(self) -> float | None:
+        """Ours in processes over PEFT one by one, which has the same threads in one process."""
+        return self.fused_spread / self.peft if self.fused_spread and self.peft else None
+
+    @property
+    def ratio_both_spread(self) -> float | None:
+        spread = self.peft_spread
+        return self.fused_spread / spread if self.fused_spread and spread else None
 
     @property
     def ratio_one_at_a_time(self) -> float | None:
@@ -178,6 +208,7 @@ def _run(settings: Settings, say: Say, started: float) -> Result:
         say=say,
         until=lineup.until,
     )
+    lineup.close()
     notes += rounds.notes
     complete = rounds.complete
 

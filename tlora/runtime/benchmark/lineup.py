@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 from transformers.modeling_utils import PreTrainedModel
 
 from tlora.model.super_model import SuperModel
-from tlora.runtime.benchmark import frozen, shapes
+from tlora.runtime.benchmark import frozen, processes, shapes
 from tlora.runtime.benchmark.arms import (
     Adapters,
     Counter,
     train_one_at_a_time,
     train_together,
 )
-from tlora.runtime.benchmark.peft_arm import PeftJobs, train_one_by_one
+from tlora.runtime.benchmark.peft_arm import PeftJobs, is_available, train_one_by_one
+from tlora.runtime.benchmark.processes import Processes
 from tlora.runtime.benchmark.rounds import Arm, LeftOut, Prepare, Run
 from tlora.runtime.benchmark.settings import Settings
 from tlora.runtime.benchmark.steadiness import BEFORE_CAPTURE, Graphs, settle
@@ -29,6 +30,8 @@ COMPILED = {"padded": "frozen, compiled, padded", "packed": "frozen, compiled, p
 ONE_AT_A_TIME = "one at a time"
 PLAIN = {"padded": "frozen, padded", "packed": "frozen, packed"}
 PEFT = {"padded": "PEFT, padded", "packed": "PEFT, packed"}
+FUSED_SPREAD = "fused, in processes"
+PEFT_SPREAD = {"padded": "PEFT in processes, padded", "packed": "PEFT in processes, packed"}
 
 NAMES: dict[str, Sequence[str]] = {
     "fused": (FUSED,),
@@ -37,6 +40,7 @@ NAMES: dict[str, Sequence[str]] = {
     "one-at-a-time": (ONE_AT_A_TIME,),
     "plain": tuple(PLAIN.values()),
     "peft": tuple(PEFT.values()),
+    "processes": (FUSED_SPREAD, *PEFT_SPREAD.values()),
 }
 """As they are asked for. Both layouts of a kind are its arms."""
 
@@ -60,6 +64,7 @@ class Lineup:
     _plain: dict[str, frozen.PlainFrozen] = field(default_factory=dict[str, frozen.PlainFrozen])
     _faster: str | None = None
     _peft: PeftJobs | None = None
+    _processes: Processes | None = None
 
     @property
     def budget(self) -> int:
@@ -75,6 +80,8 @@ class Lineup:
             ONE_AT_A_TIME: self.one_at_a_time,
             **{name: self._later(self.plain, how) for how, name in PLAIN.items()},
             **{name: self._later(self.peft, how) for how, name in PEFT.items()},
+            FUSED_SPREAD: self._later(self.spread, processes.FUSED),
+            **{name: self._later(self.spread, how) for how, name in PEFT_SPREAD.items()},
         }
         return {name: made[name] for kind in kinds for name in NAMES[kind]}
 
@@ -162,6 +169,23 @@ class Lineup:
         jobs = self._peft
         train_one_by_one(jobs, self.work, packed=how == "packed")
         return lambda: train_one_by_one(jobs, self.work, packed=how == "packed")
+
+    def spread(self, what: str) -> Arm:
+        """Over processes, which wait between their runs."""
+        threads = self.settings.threads
+        if self.ours.device.type != "cpu" or not threads or threads < 2:
+            raise LeftOut
+        if what != processes.FUSED and ("peft" not in self.settings.kinds or not is_available()):
+            raise LeftOut
+        if self._processes is None:
+            self._processes = Processes(self.settings, threads)
+        started = self._processes
+        started.run(what)
+        return lambda: started.run(what)
+
+    def close(self) -> None:
+        if self._processes is not None:
+            self._processes.close()
 
     def _later(self, prepare: Callable[[str], Arm], how: str) -> Prepare:
         return lambda: prepare(how)

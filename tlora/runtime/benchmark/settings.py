@@ -13,7 +13,7 @@ from tlora.core.errors import SpecError
 
 NAMED_LENGTHS = "short_mixed"
 SHAPES = ("llama-8b", "llama-1b", "demo")
-ARMS = ("fused", "own", "compiled", "one-at-a-time", "plain", "peft")
+ARMS = ("fused", "own", "compiled", "one-at-a-time", "plain", "peft", "processes")
 """In the order of a round."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -36,8 +36,9 @@ HELP = {
     "dtype": "Number format of the frozen weights: auto, float32, bfloat16 or float16. auto: "
     "a model's own; for the llama shapes bfloat16 on CUDA, else float32.",
     "arms": "What to measure: fused, own (our backbone with no adapters), compiled (the frozen "
-    "backbone with compiled layers), one-at-a-time, plain (the frozen backbone as it is), peft. "
-    "fused is always measured.",
+    "backbone with compiled layers), one-at-a-time, plain (the frozen backbone as it is), peft, "
+    "processes (on a CPU: fused and PEFT again, a process of one thread for each thread). fused is "
+    "always measured.",
     "seconds": "Begin nothing more after so many seconds, and report what was measured by then. "
     "Default: no limit.",
     "skip_peft": "Leave PEFT out.",

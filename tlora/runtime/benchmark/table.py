@@ -6,7 +6,16 @@ from dataclasses import dataclass
 
 from tlora.runtime.benchmark.bench import Result
 from tlora.runtime.benchmark.linears import overhead_pct
-from tlora.runtime.benchmark.lineup import COMPILED, FUSED, ONE_AT_A_TIME, OWN, PEFT, PLAIN
+from tlora.runtime.benchmark.lineup import (
+    COMPILED,
+    FUSED,
+    FUSED_SPREAD,
+    ONE_AT_A_TIME,
+    OWN,
+    PEFT,
+    PEFT_SPREAD,
+    PLAIN,
+)
 from tlora.runtime.benchmark.machine import device_name
 
 WIDTH = 80
@@ -72,8 +81,10 @@ def rates(result: Result) -> Table:
         )
 
     add("fused", FUSED)
+    add("fused, in processes", FUSED_SPREAD)
     add("one at a time, same engine", ONE_AT_A_TIME)
     add("PEFT one by one", *PEFT.values())
+    add("PEFT, in processes", *PEFT_SPREAD.values())
     add("frozen, plain", *PLAIN.values())
     add("frozen, layers compiled", *COMPILED.values())
     add("frozen, our backbone", OWN)
@@ -104,6 +115,13 @@ def sentences(result: Result) -> list[str]:
         found.append(
             f"fused / PEFT one by one: {result.ratio_peft:.2f}x. The same jobs with PEFT, one "
             "after another, in the better of padded and packed batches."
+        )
+    if result.ratio_peft_spread is not None:
+        both = result.ratio_both_spread
+        found.append(
+            f"fused in processes of one thread / PEFT one by one: {result.ratio_peft_spread:.2f}x, "
+            "with the same threads in all, as `tlora train --devices` runs jobs on a CPU"
+            + (f"; over PEFT in such processes too: {both:.2f}x." if both else ".")
         )
     if result.ratio_one_at_a_time is not None:
         found.append(
