@@ -93,7 +93,7 @@ def prepare_jobs(spec: RunSpec, *, limit: int | None) -> dict[str, PreparedData]
 
 def _check_lengths(job: JobSpec, data: PreparedData, limit: int | None) -> None:
     views = [view for view in (data.train, data.evaluation) if view is not None and len(view)]
-    longest = max(int(view.lengths.max()) for view in views)
+    longest = max(int(view.sequence_lengths.max()) for view in views)
     if limit is not None and longest > limit:
         raise SpecError(
             f"rows of up to {longest} tokens, but the base model takes {limit}; set max_length to "

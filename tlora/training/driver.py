@@ -21,6 +21,7 @@ from tlora.training.engine_job import JobState
 from tlora.training.learning_rate import learning_rate
 from tlora.training.optimiser import AdamW
 from tlora.training.outcome import EvaluationDone, StepDone
+from tlora.training.preference import Dpo
 
 
 class Status(Enum):
@@ -100,6 +101,7 @@ class JobDriver:
             seed=spec.train.seed,
             weight=spec.train.weight,
             optimiser=AdamW.of(spec.train),
+            dpo=Dpo.of(spec.train),
             state=state,
         )
 
@@ -143,9 +145,8 @@ class JobDriver:
         if not num_targets:
             rows = ", ".join(sequence.origin for sequence in batch)
             raise DataError(f"a batch without a trained token (rows {rows})")
-        engine.feed(
-            self.name, batch, loss_scale=1.0 / num_targets if train.loss == "token_mean" else 1.0
-        )
+        counted = {"token_mean": num_targets, "sum": 1, "dpo": len(batch)}[train.loss]
+        engine.feed(self.name, batch, loss_scale=1.0 / counted)
         engine.request_step(
             self.name,
             learning_rate=learning_rate(train, steps, self.total_steps),
