@@ -55,12 +55,12 @@ class DataReport:
     def lines(self) -> list[str]:
         share = self.train_targets / self.train_tokens
         known = " (tokenised before)" if self.from_cache else ""
-        rows, each = ("pairs", "side of a pair") if self.pairs else ("rows", "row")
+        rows, length = ("pairs", "length of a side") if self.pairs else ("rows", "row length")
         report = [
             f"{self.rows_read:,} {rows} of {self.detected}, {self.rendering}{known}",
             f"training: {self.train_rows:,} {rows}, {self.train_tokens:,} tokens, "
             f"{self.train_targets:,} of them trained ({share:.0%})",
-            f"{each} length: median {self.lengths.median:,}, p90 {self.lengths.p90:,}, "
+            f"{length}: median {self.lengths.median:,}, p90 {self.lengths.p90:,}, "
             f"p99 {self.lengths.p99:,}, longest {self.lengths.longest:,} tokens",
         ]
         if self.eval_rows:

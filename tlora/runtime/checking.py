@@ -30,8 +30,16 @@ def check_run(spec: RunSpec) -> list[str]:
         chosen = choose_targets(job, targets)
         parameters = sum(job.lora.r * (t.in_features + t.out_features) for t in chosen)
         lines.append(f"{job.name}: {len(chosen)} linears, {parameters:,} trained parameters")
+        if job.train.on_pairs:
+            lines.append(f"  {preference_line(job)}")
         lines += [f"  {line}" for line in prepared[job.name].report.lines()]
     return [*lines, *idle_settings(spec.jobs)]
+
+
+def preference_line(job: JobSpec) -> str:
+    smoothing = job.train.label_smoothing
+    smoothed = f", label smoothing {smoothing:g}" if smoothing else ""
+    return f"dpo on preference pairs: beta {job.train.beta:g}{smoothed}, the base as the reference"
 
 
 def check_targets(spec: RunSpec, targets: dict[str, Target]) -> None:

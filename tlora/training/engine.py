@@ -502,7 +502,7 @@ def _check_units(job: EngineJob, units: Iterable[Unit], vocabulary: int) -> int:
     for unit in units:
         targets = (targets or 0) + unit.num_targets
         if isinstance(unit, TokenPair) != (job.preference is not None):
-            kind = "pairs" if job.preference else "sequences, not pairs"
+            kind = "pairs, not sequences" if job.preference else "sequences, not pairs"
             raise ValueError(f"job '{job.name}' is fed {kind} {unit.origin}".rstrip())
         for sequence in unit.sequences:
             _check_sequence(job.name, sequence, vocabulary)
