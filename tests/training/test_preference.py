@@ -111,6 +111,15 @@ def test_references_are_those_of_the_base_model_and_are_made_once() -> None:
     assert len(again.steps) == 4
 
 
+def test_small_batches_share_a_pass_for_references() -> None:
+    """Eight batches of one pair: what comes next fills the pass that the first one needs, but
+    nothing beyond the job's last step."""
+    rows = pairs(1, 20)
+    witness = run(JobDriver(preference_spec(batch_size=1, max_steps=8), rows), budget_tokens=2048)
+    assert witness.kinds() == {Kind.REFERENCE: 1, Kind.TRAIN: 8}
+    assert len(witness.engine._references) == 8
+
+
 def test_figures_are_those_of_the_pairs() -> None:
     """A step that changes nothing is not told from the base; afterwards the figures are means over
     the pairs, and the loss is that of each pair's margin."""
@@ -259,7 +268,7 @@ def test_a_pair_is_never_split(counts, budget, in_order, seed) -> None:
             for each in passage.fed:
                 seen[composition.kind, id(each.unit)] += 1
             if adapted:
-                passage.batch.launched(passage.indices)
+                passage.batch.launched(passage.fed)
             else:
                 places = [each.reference for each in passage.fed]
                 references.write(places, torch.tensor(places), torch.zeros(len(places), 2).double())

@@ -6,7 +6,7 @@ A batch may be launched in full, and its job busy with the next one, before its 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -63,6 +63,9 @@ class Batch:
     left: list[int] = field(default_factory=list[int])
     """Indices into `fed` that have not been launched."""
 
+    ahead: list[FedUnit] = field(default_factory=list[FedUnit])
+    """Pairs of later batches, which may fill a pass that makes references for this one."""
+
     request: StepRequest | None = None
     nano_batches: int = 0
     loss: float = 0.0
@@ -80,42 +83,51 @@ class Batch:
     def add(self, units: Sequence[Unit], loss_scale: float, *, offset: int) -> None:
         for unit in units:
             self.left.append(len(self.fed))
-            reference = -1
-            if self.preference is not None:
-                assert isinstance(unit, TokenPair)
-                reference = self.preference.references.place(unit)
-            self.fed.append(FedUnit(unit, len(unit), offset, loss_scale, reference))
+            place = self._place(unit)
+            self.fed.append(FedUnit(unit, len(unit), offset, loss_scale, place))
             offset += len(unit)
+
+    def look_ahead(self, coming: Iterable[Unit], room: int) -> None:
+        """If a pass for references must be made, fill it up to `room` tokens: where batches are
+        small it would hold a few pairs only, and nobody who trains can share it."""
+        tokens = sum(each.length for each in self._without_reference(self._waiting()))
+        for unit in coming if tokens else ():
+            if tokens >= room:
+                break
+            self.ahead.append(FedUnit(unit, len(unit), 0, 0.0, self._place(unit)))
+            tokens += len(unit)
+
+    def _place(self, unit: Unit) -> int:
+        if self.preference is None:
+            return -1
+        assert isinstance(unit, TokenPair)
+        return self.preference.references.place(unit)
 
     @property
     def next_kind(self) -> Kind:
         """What has to be launched next."""
-        return Kind.REFERENCE if self._without_reference() else self.kind
+        return Kind.REFERENCE if self._without_reference(self._waiting()) else self.kind
 
-    def offered(self) -> list[int]:
-        """Indices into `fed` of what could be launched now: pairs without a reference first, which
-        are then offered again to be trained or evaluated on."""
-        return self._without_reference() or self.left
+    def offered(self) -> list[FedUnit]:
+        """What could be launched now: pairs without a reference first, which are then offered again
+        to be trained or evaluated on."""
+        waiting = self._waiting()
+        missing = self._without_reference(waiting)
+        return [*missing, *self._without_reference(self.ahead)] if missing else waiting
 
-    def _without_reference(self) -> list[int]:
+    def _waiting(self) -> list[FedUnit]:
+        return [self.fed[index] for index in self.left]
+
+    def _without_reference(self, units: list[FedUnit]) -> list[FedUnit]:
         if self.preference is None:
             return []
         known = self.preference.references
-        return [index for index in self.left if not known.has(self.fed[index].reference)]
+        return [each for each in units if not known.has(each.reference)]
 
-    def at(self, indices: Sequence[int]) -> list[FedUnit]:
-        return [self.fed[index] for index in indices]
-
-    def passage(self, positions: Sequence[int]) -> "Passage":
-        """What stands at these positions of what is offered, to be launched."""
-        offered = self.offered()
-        indices = [offered[position] for position in positions]
-        return Passage(self, indices, self.at(indices))
-
-    def launched(self, indices: Sequence[int]) -> None:
+    def launched(self, fed: list[FedUnit]) -> None:
         """These are under way."""
-        gone = set(indices)
-        self.left = [index for index in self.left if index not in gone]
+        gone = set(map(id, fed))
+        self.left = [index for index in self.left if id(self.fed[index]) not in gone]
         self.nano_batches += 1
 
     def count(self, fed: list[FedUnit], loss_sums: list[float]) -> None:
@@ -188,9 +200,6 @@ class Passage:
     """What one job has in a nano-batch."""
 
     batch: Batch
-    indices: list[int]
-    """Into the batch's `fed`, as long as nothing more is fed or drawn."""
-
     fed: list[FedUnit]
 
 

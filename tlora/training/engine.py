@@ -154,10 +154,18 @@ class Engine:
         """The same, as of now, without waiting for it: the job may go on or leave meanwhile."""
         return moving.snapshot(self.super_model, name, step=self._job(name).step)
 
-    def feed(self, name: str, sequences: Sequences, *, loss_scale: float) -> None:
+    def feed(
+        self,
+        name: str,
+        sequences: Sequences,
+        *,
+        loss_scale: float,
+        coming: Iterable[Unit] = (),
+    ) -> None:
         """Add sequences, or pairs, to the job's current batch; the loss of every trained token, or
         pair, counts `loss_scale`. For a mean over the batch that is 1 / its trained tokens, or its
-        pairs, which must be known now."""
+        pairs, which must be known now. `coming` are pairs that are likely to be fed next: those
+        whose references are made now need no pass of their own."""
         job = self._job(name)
         if job.kind is Kind.EVALUATE:
             raise ValueError(f"job '{name}' is being evaluated")
@@ -165,7 +173,13 @@ class Engine:
             raise ValueError(f"job '{name}' waits for its step: its batch is complete")
         units = [sequences[index] for index in range(len(sequences))]
         _check_units(job, units, self.super_model.vocabulary)
-        job.feed(units, loss_scale)
+        room = self.budget_tokens if job.preference else 0
+        job.feed(units, loss_scale, self._checked(job, coming), room=room)
+
+    def _checked(self, job: EngineJob, units: Iterable[Unit]) -> Iterator[Unit]:
+        for unit in units:
+            _check_units(job, (unit,), self.super_model.vocabulary)
+            yield unit
 
     def request_step(
         self, name: str, *, learning_rate: float, max_grad_norm: float | None = None
@@ -293,7 +307,7 @@ class Engine:
             self._references.write(pairs.places, pairs.reference, pairs.sums(per_token))
         for passage in launched.passages:
             if adapted:
-                passage.batch.launched(passage.indices)
+                passage.batch.launched(passage.fed)
             if passage.batch.job in self._suspects and not passage.batch.left:
                 self._suspects.remove(passage.batch.job)
         for name, credit in composition.credits.items():

@@ -1,6 +1,6 @@
 """One job as the engine sees it: its current batch, how far it is, and what it is owed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -90,12 +90,20 @@ class EngineJob:
         """All held-out rows are under way."""
         return self.kind is Kind.EVALUATE and not self.has_waiting
 
-    def feed(self, units: list[Unit], loss_scale: float) -> None:
+    def feed(
+        self,
+        units: list[Unit],
+        loss_scale: float,
+        coming: Iterable[Unit] = (),
+        *,
+        room: int = 0,
+    ) -> None:
         if self.batch is None:
             self.batch = self._new_batch(Kind.TRAIN)
         last = self.batch.fed[-1] if self.batch.fed else None
         offset = last.row_offset + last.length if last else 0
         self.batch.add(units, loss_scale, offset=offset)
+        self.batch.look_ahead(coming, room)
 
     def _new_batch(self, kind: Kind) -> Batch:
         return Batch(self.name, kind, self.step, self.preference)
@@ -140,7 +148,7 @@ class EngineJob:
         return Waiting(
             job=self.name,
             kind=self.batch.next_kind,
-            lengths=[each.length for each in self.batch.at(self.batch.offered())],
+            lengths=[each.length for each in self.batch.offered()],
             weight=self.weight,
             credit=self.credit,
             rank=self.rank,
@@ -149,7 +157,8 @@ class EngineJob:
     def passage(self, positions: Sequence[int]) -> Passage:
         """What stands at these positions of what was waiting."""
         assert self.batch is not None
-        return self.batch.passage(positions)
+        offered = self.batch.offered()
+        return Passage(self.batch, [offered[position] for position in positions])
 
     def share(self, passage: Passage, *, adapted: bool = True) -> Share:
         """Its sequences, with this job's adapter or none."""
@@ -182,7 +191,7 @@ class EngineJob:
             # Rows are drawn again when the engine settles: one that cannot be read fails this job.
             self.drawn = Drawn()
         else:
-            self.batch.fed = old.fed
+            self.batch.fed, self.batch.ahead = old.fed, old.ahead
             self.batch.left = list(range(len(old.fed)))
 
     def due_step(self) -> DueStep:
