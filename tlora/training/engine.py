@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 
 from tlora.core.errors import JobFailed
-from tlora.core.sequence import Sequences, TokenPair, TokenSequence, Unit
+from tlora.core.sequence import Sequences, Unit
 from tlora.model.adapters import AdapterWeights
 from tlora.model.memory import is_out_of_memory
 from tlora.model.packing import PackedBatch, pack
@@ -25,6 +25,7 @@ from tlora.model.snapshot import Snapshot
 from tlora.model.super_model import SuperModel
 from tlora.training import loss, moving, optimiser
 from tlora.training.batch import Batch, Preference, StepRequest
+from tlora.training.checks import check_state, check_units
 from tlora.training.compose import Composition, Kind, buckets_for, compose
 from tlora.training.controller import Controller, Measure
 from tlora.training.engine_job import EngineJob, HeldOut, JobState
@@ -109,7 +110,7 @@ class Engine:
         if weight <= 0:
             raise ValueError(f"job '{name}': its weight must be positive, got {weight}")
         if state is not None:
-            _check_state(name, weights, state)
+            check_state(name, weights, state)
         rank = max(len(pair.a) for pair in weights.values())
         self.super_model.attach(name, weights, scale=scale, dropout=dropout)
         self._jobs[name] = EngineJob(
@@ -172,13 +173,13 @@ class Engine:
         if job.requested:
             raise ValueError(f"job '{name}' waits for its step: its batch is complete")
         units = [sequences[index] for index in range(len(sequences))]
-        _check_units(job, units, self.super_model.vocabulary)
+        check_units(job, units, self.super_model.vocabulary)
         room = self.budget_tokens if job.preference else 0
         job.feed(units, loss_scale, self._checked(job, coming), room=room)
 
     def _checked(self, job: EngineJob, units: Iterable[Unit]) -> Iterator[Unit]:
         for unit in units:
-            _check_units(job, (unit,), self.super_model.vocabulary)
+            check_units(job, (unit,), self.super_model.vocabulary)
             yield unit
 
     def request_step(
@@ -201,7 +202,7 @@ class Engine:
         if job.held_out is None or job.held_out.sequences is not sequences:
             # Once: every evaluation of a job is on the same rows.
             rows = (sequences[index] for index in range(len(sequences)))
-            targets = _check_units(job, rows, self.super_model.vocabulary)
+            targets = check_units(job, rows, self.super_model.vocabulary)
             if not targets:
                 raise ValueError(f"job '{name}' has no trained token to be evaluated on")
             counted = len(sequences) if job.preference else targets
@@ -508,41 +509,3 @@ class Engine:
     def _restore_moments(self, name: str, state: JobState) -> None:
         moments = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
         self.super_model.fill_moments(name, moments)
-
-
-def _check_units(job: EngineJob, units: Iterable[Unit], vocabulary: int) -> int:
-    """Raises for what would break a nano-batch; how many tokens are trained."""
-    targets: int | None = None
-    for unit in units:
-        targets = (targets or 0) + unit.num_targets
-        if isinstance(unit, TokenPair) != (job.preference is not None):
-            kind = "pairs, not sequences" if job.preference else "sequences, not pairs"
-            raise ValueError(f"job '{job.name}' is fed {kind} {unit.origin}".rstrip())
-        for sequence in unit.sequences:
-            _check_sequence(job.name, sequence, vocabulary)
-    if targets is None:
-        raise ValueError(f"job '{job.name}' was given no sequences")
-    return targets
-
-
-def _check_sequence(name: str, sequence: TokenSequence, vocabulary: int) -> None:
-    if not len(sequence):
-        raise ValueError(f"job '{name}' was given an empty sequence {sequence.origin}".rstrip())
-    # On a GPU such a token would end the whole process.
-    if int(sequence.input_ids.max()) >= vocabulary or int(sequence.input_ids.min()) < 0:
-        raise ValueError(
-            f"job '{name}' was given a token beyond the base model's {vocabulary} "
-            f"{sequence.origin}".rstrip()
-        )
-
-
-def _check_state(name: str, weights: AdapterWeights, state: JobState) -> None:
-    """The moments must have the shapes of the weights, B's transposed as in the pool."""
-    shapes = {
-        f"{path}.{side}": shape
-        for path, pair in weights.items()
-        for side, shape in (("lora_A", pair.a.shape), ("lora_B", pair.b.T.shape))
-    }
-    for moments in (state.exp_avg, state.exp_avg_sq):
-        if {key: moment.shape for key, moment in moments.items()} != shapes:
-            raise ValueError(f"job '{name}': the state belongs to another adapter")
