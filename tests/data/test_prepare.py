@@ -140,6 +140,11 @@ BAD_INPUT = {
         {"shape": "preference"},
         ":1: expected a row of shape preference with the keys chosen, rejected",
     ),
+    "texts without a prompt": (
+        as_lines({"chosen": "Q: a A: b", "rejected": "Q: a A: c"}),
+        {},
+        ":1: chosen is a text, so the row needs a prompt",
+    ),
     "an answer that is no text": (
         as_lines({"prompt": "a", "chosen": 3, "rejected": "c"}),
         {},

@@ -66,6 +66,12 @@ def read_preference_row(values: Values, origin: Origin) -> Preference:
             for key in ("chosen", "rejected")
         )
         return Preference(chosen, rejected)
+    for key in ("chosen", "rejected"):
+        if isinstance(unpacked(values[key]), str):
+            raise origin.error(
+                f"{key} is a text, so the row needs a prompt; without one both answers are lists "
+                "of messages"
+            )
     chosen, rejected = (
         read_chat(values[key], key=key, tools=None, origin=origin) for key in ("chosen", "rejected")
     )
