@@ -135,10 +135,20 @@ BAD_INPUT = {
     ),
     "missing file": (b"", {"path": "missing.jsonl"}, "missing.jsonl: no such file"),
     "missing template": (as_lines(PAIR), {"chat_template": "missing.jinja"}, "data.chat_template"),
-    "preference": (
-        as_lines({"prompt": "a", "chosen": "b", "rejected": "c"}),
+    "no better answer": (
+        as_lines({"prompt": "a", "rejected": "c"}),
+        {"shape": "preference"},
+        ":1: expected a row of shape preference with the keys chosen, rejected",
+    ),
+    "texts without a prompt": (
+        as_lines({"chosen": "Q: a A: b", "rejected": "Q: a A: c"}),
         {},
-        ":1: preference pairs (chosen, rejected) cannot train a supervised job",
+        ":1: chosen is a text, so the row needs a prompt",
+    ),
+    "an answer that is no text": (
+        as_lines({"prompt": "a", "chosen": 3, "rejected": "c"}),
+        {},
+        ":1: chosen must be a text or a list of messages, got 3",
     ),
     "tokens of another model": (
         as_lines({"input_ids": [1, 99999]}),

@@ -7,6 +7,9 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 from tlora.core.errors import DataError
 from tlora.core.sequence import IGNORED
 from tlora.data.examples import Chat, Completion, Instruction, Preference, Text, Tokens, turns
+from tlora.data.render import Renderer
+from tlora.data.rows import Origin
+from tlora.data.tokenise import Encoder
 
 
 def merging_tokenizer() -> PreTrainedTokenizerFast:
@@ -194,10 +197,15 @@ def test_a_row_without_a_token_to_train_on_is_refused(example, templates, tokeni
         encode(example, tokenizer, templates.turns)
 
 
-def test_preference_pairs_are_refused(tokenizer, encode):
-    pair = Preference(Completion("a", "b"), Completion("a", "c"))
-    with pytest.raises(DataError, match=r"rows.jsonl:7: preference pairs"):
-        encode(pair, tokenizer)
+def test_a_pair_becomes_two_rows_as_each_answer_alone_would(tokenizer, encode):
+    """The chosen one first, each with the prompt; what is trained on are the answers."""
+    chosen, rejected = Completion("Hello", "how are you"), Completion("Hello", "fine")
+    encoder = Encoder(tokenizer, Renderer(tokenizer, template=None, train_on="completion"))
+    pair = encoder.encode([(Preference(chosen, rejected), Origin("rows.jsonl", 7))])
+    for found, example in zip(pair, (chosen, rejected), strict=True):
+        alone = encode(example, tokenizer)
+        assert found.input_ids.tolist() == alone.input_ids.tolist()
+        assert found.labels.tolist() == alone.labels.tolist()
 
 
 def test_half_a_surrogate_pair_is_refused(tokenizer, encode):

@@ -252,7 +252,7 @@ def test_one_loss_normalisation_for_all_is_refused(alone, monkeypatch):
     """The mean taken over the nano-batch's tokens instead of the job's own batch."""
     feed = Engine.feed
 
-    def shared(self, name, sequences, *, loss_scale):
+    def shared(self, name, sequences, *, loss_scale, coming):
         feed(self, name, sequences, loss_scale=loss_scale if name != "odd" else 1.0 / 100)
 
     monkeypatch.setattr(Engine, "feed", shared)

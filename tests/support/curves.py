@@ -1,13 +1,13 @@
 """What a job's training looks like from outside, recorded so that two ways of training compare."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from tlora.core.job import JobSpec
-from tlora.core.sequence import IGNORED, TokenSequence
+from tlora.core.sequence import IGNORED, TokenSequence, Unit
 from tlora.data.cursor import Cursor, next_batch
 from tlora.kernels.streams import keep_mask, linear_key, step_key, threshold
 from tlora.model.adapters import AdapterWeights, LoraPair
@@ -16,6 +16,10 @@ from tlora.training.driver import JobDriver, Status
 from tlora.training.engine import Engine
 from tlora.training.learning_rate import learning_rate
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
+
+Objective = Callable[..., torch.Tensor]
+"""As `token_mean`: of a PEFT model, a function that gives its sequences' summed losses, a part of
+the batch, and the batch."""
 
 
 @dataclass
@@ -105,11 +109,12 @@ def random_rows(seed: int, count: int, vocabulary: int, longest: int = 40) -> li
 def train_with_peft(
     model: torch.nn.Module,
     job: JobSpec,
-    rows: list[TokenSequence],
+    rows: Sequence[Unit],
     start: AdapterWeights,
     numbers: dict[str, int],
     *,
     chunk: int = 4,
+    objective: "Objective | None" = None,
 ) -> Curve:
     """The job as Hugging Face PEFT and torch's own AdamW train it, in padded batches.
 
@@ -151,22 +156,28 @@ def train_with_peft(
     driver = JobDriver(job, rows)
     curve = Curve()
     for step, batch in enumerate(batches_of(driver, rows)):
-        num_targets = sum(sequence.num_targets for sequence in batch)
         loss = 0.0
         first_row = 0
         # Gradient accumulation over chunks of the batch, as a user without memory would.
         for begin in range(0, len(batch), chunk):
             part = batch[begin : begin + chunk]
-            ids, labels, mask, token_rows = padded(part, first_row)
-            first_row += sum(len(sequence) for sequence in part)
-            for dropout in masks.values():
-                dropout.enter(step, token_rows)
-            logits = peft(input_ids=ids, attention_mask=mask).logits
-            summed = torch.nn.functional.cross_entropy(
-                logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum"
-            )
-            (summed / num_targets).backward()
-            loss += float(summed.detach()) / num_targets
+
+            def sums(units: list[Unit], step: int = step, first_row: int = first_row):
+                """Each sequence's summed loss."""
+                sequences = [each for unit in units for each in unit.sequences]
+                ids, labels, mask, token_rows = padded(sequences, first_row)
+                for dropout in masks.values():
+                    dropout.enter(step, token_rows)
+                logits = peft(input_ids=ids, attention_mask=mask).logits
+                losses = torch.nn.functional.cross_entropy(
+                    logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="none"
+                )
+                return losses.view(len(sequences), -1).sum(1)
+
+            part_loss = (objective or token_mean)(peft, sums, part, batch)
+            first_row += sum(len(unit) for unit in part)
+            part_loss.backward()
+            loss += float(part_loss.detach())
         max_norm = train.max_grad_norm if train.max_grad_norm is not None else float("inf")
         norm = torch.nn.utils.clip_grad_norm_(trained, max_norm)
         for group in optimiser.param_groups:
@@ -183,6 +194,11 @@ def train_with_peft(
         for path, module in modules.items()
     }
     return curve
+
+
+def token_mean(peft, sums, part: list[Unit], batch: list[Unit]) -> torch.Tensor:
+    """What a part of the batch adds to the mean over the batch's trained tokens."""
+    return sums(part).sum() / sum(unit.num_targets for unit in batch)
 
 
 class StreamDropout(torch.nn.Module):
@@ -205,7 +221,7 @@ class StreamDropout(torch.nn.Module):
         return x * kept.view(x.shape) / (1.0 - self.job.lora.lora_dropout)
 
 
-def batches_of(driver: JobDriver, rows: list[TokenSequence]) -> Iterator[list[TokenSequence]]:
+def batches_of(driver: JobDriver, rows: Sequence[Unit]) -> Iterator[list[Unit]]:
     """The job's batches in its own data order."""
     cursor = Cursor()
     train = driver.spec.train

@@ -161,7 +161,7 @@ class TrainSpec:
     """Optimiser steps; overrides num_train_epochs."""
 
     batch_size: int = 16
-    """Sequences per optimiser step."""
+    """Sequences, or preference pairs, per optimiser step."""
 
     max_length: int = 2048
     """Longest sequence, in tokens."""
@@ -184,8 +184,18 @@ class TrainSpec:
     adam_epsilon: float = 1e-8
     """AdamW's epsilon."""
 
-    loss: Literal["token_mean", "sum"] = "token_mean"
-    """Mean over the batch's trained tokens, or their sum."""
+    loss: Literal["token_mean", "sum", "dpo"] = "token_mean"
+    """Mean over the batch's trained tokens, or their sum; dpo: on preference pairs, the mean over
+    the batch's pairs."""
+
+    beta: float = 0.1
+    """Of dpo: how dear it is to move away from the base model."""
+
+    label_smoothing: float = 0.0
+    """Of dpo: the share of pairs taken to be labelled the wrong way round, below 0.5."""
+
+    loss_type: Literal["sigmoid"] = "sigmoid"
+    """Of dpo: its loss, as TRL names it; no other is built."""
 
     seed: int = 0
     """Keys the adapter's start, the data order and the dropout of this job."""
@@ -251,6 +261,17 @@ class TrainSpec:
             f"must be positive, got {self.adam_epsilon}",
         )
         require(self.weight > 0, "train.weight", f"must be positive, got {self.weight}")
+        require(self.beta > 0, "train.beta", f"must be positive, got {self.beta}")
+        require(
+            0 <= self.label_smoothing < 0.5,
+            "train.label_smoothing",
+            f"must be in [0, 0.5), got {self.label_smoothing}",
+        )
+
+    @property
+    def on_pairs(self) -> bool:
+        """Whether its rows are preference pairs."""
+        return self.loss == "dpo"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -365,6 +386,17 @@ class JobSpec:
             "eval.patience",
             "stops by the held-out loss, and the job holds no rows out; set eval.split or "
             "data.eval_path, or leave it null",
+        )
+        require(
+            not self.train.on_pairs or self.data.train_on == "completion",
+            "data.train_on",
+            "must be completion where train.loss is dpo: a pair is told apart by its answers, and "
+            "the prompt is the same in both",
+        )
+        require(
+            not self.train.on_pairs or self.data.shape in ("auto", "preference"),
+            "data.shape",
+            f"must be preference or auto where train.loss is dpo, got '{self.data.shape}'",
         )
 
     @property

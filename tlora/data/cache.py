@@ -46,6 +46,9 @@ class CacheMeta:
     own_labels: bool
     """Whether labels are stored as such, because the rows brought their own."""
 
+    pairs: bool = False
+    """Whether two rows in a row are one preference pair, the chosen one first."""
+
     detected: str
     """The shape of the rows, in words."""
 
@@ -76,6 +79,11 @@ class TokenCache:
 
     def __len__(self) -> int:
         return self.meta.num_rows
+
+    @property
+    def num_units(self) -> int:
+        """Rows of the data: a pair is one, and two rows here."""
+        return len(self) // 2 if self.meta.pairs else len(self)
 
     def row(self, index: int) -> TokenSequence:
         """The whole row, however long."""
@@ -145,7 +153,7 @@ class CacheWriter:
         self._files.append(self._file_index[row.origin.path])
         self._lines.append(row.origin.line)
 
-    def publish(self, *, detected: str, rendering: str) -> None:
+    def publish(self, *, detected: str, rendering: str, pairs: bool = False) -> None:
         """Puts the rows in place, unless another writer was first."""
         self._tokens.close()
         self._marks.close()
@@ -157,6 +165,7 @@ class CacheWriter:
             num_rows=len(self),
             num_tokens=self._offsets[-1],
             own_labels=self._own_labels,
+            pairs=pairs,
             detected=detected,
             rendering=rendering,
         )

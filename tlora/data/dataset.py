@@ -36,6 +36,9 @@ class TokenDataset:
         self.lengths: np.ndarray = np.minimum(cache.lengths[self.index], max_length)
         """Tokens of each row after cutting, int64."""
 
+        self.sequence_lengths = self.lengths
+        """Tokens of what is a sequence to the model."""
+
     def __len__(self) -> int:
         return len(self.index)
 

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tlora.core.errors import DataError
+from tlora.core.errors import DataError, SpecError
 from tlora.core.job import DataSpec, JobSpec
 from tlora.data.cache import CacheWriter, TokenCache, open_cache
 from tlora.data.cursor import WORD, order
 from tlora.data.dataset import TokenDataset, split_rows
 from tlora.data.examples import Example
 from tlora.data.fingerprint import cache_key, tokenizer_fingerprint
+from tlora.data.pairs import PairDataset
 from tlora.data.reading import read_rows
 from tlora.data.render import Renderer
 from tlora.data.report import DataReport, LengthQuantiles
@@ -31,14 +32,15 @@ BATCH_ROWS = 64
 """Rows handed to the tokenizer at once; it works on several in parallel."""
 
 Progress = Callable[[int], None]
+Rows = TokenDataset | PairDataset
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedData:
     """What a job trains and is evaluated on."""
 
-    train: TokenDataset
-    evaluation: TokenDataset | None
+    train: Rows
+    evaluation: Rows | None
     report: DataReport
     key: str = ""
     """Of the tokenised rows, held-out ones included: changes when the data do."""
@@ -104,15 +106,18 @@ def _prepare(
     job: JobSpec, tokenised: Callable[[DataSpec, tuple[str, ...]], _Tokenised]
 ) -> PreparedData:
     main = tokenised(job.data, job.data.paths)
+    _check_loss(job, main.cache)
     if job.data.eval_path is None:
         held_out = main
-        split = split_rows(len(main.cache), job.eval.split, job.train.seed)
+        split = split_rows(main.cache.num_units, job.eval.split, job.train.seed)
         train_index, eval_index = split.train, split.evaluation
     else:
         paths = job.data.eval_path
         paths = (paths,) if isinstance(paths, str) else paths
         held_out = tokenised(job.data, paths)
-        train_index, eval_index = np.arange(len(main.cache)), np.arange(len(held_out.cache))
+        _check_loss(job, held_out.cache)
+        train_index = np.arange(main.cache.num_units)
+        eval_index = np.arange(held_out.cache.num_units)
     if job.eval.batch_limit is not None and len(eval_index) > job.eval.batch_limit:
         chosen = order(job.train.seed, WORD, len(eval_index))[: job.eval.batch_limit]
         eval_index = eval_index[np.sort(chosen)]
@@ -133,10 +138,26 @@ def _prepare(
     return PreparedData(train, evaluation, _report(job, main, train, evaluation), key)
 
 
-def _view(cache: TokenCache, index: np.ndarray, job: JobSpec) -> TokenDataset:
-    return TokenDataset(
-        cache, index, max_length=job.train.max_length, over_length=job.train.over_length
-    )
+def _check_loss(job: JobSpec, cache: TokenCache) -> None:
+    """Pairs are for one kind of job, and that kind of job is for pairs."""
+    if cache.meta.pairs == job.train.on_pairs:
+        return
+    if job.train.on_pairs:
+        problem = (
+            f"dpo trains on preference pairs, and the rows are {cache.meta.detected}; give rows "
+            "with prompt, chosen and rejected, or map their names in data.columns"
+        )
+    else:
+        problem = (
+            f"{job.train.loss} cannot train on preference pairs, and the rows are "
+            f"{cache.meta.detected}; set train.loss to dpo, or give rows with one answer each"
+        )
+    raise SpecError(problem, job=job.name, field="train.loss")
+
+
+def _view(cache: TokenCache, index: np.ndarray, job: JobSpec) -> Rows:
+    rows = PairDataset if cache.meta.pairs else TokenDataset
+    return rows(cache, index, max_length=job.train.max_length, over_length=job.train.over_length)
 
 
 def _tokenised(
@@ -176,6 +197,7 @@ def _tokenised(
     renderer = Renderer(tokenizer, template=template, train_on=data.train_on)
     encoder = Encoder(tokenizer, renderer)
     own_labels = detection.shape == "tokens"
+    pairs = detection.shape == "preference"
     rendering = ""
     with CacheWriter(target, own_labels=own_labels, source_names=names) as writer:
         for batch in _batches(examples):
@@ -183,10 +205,10 @@ def _tokenised(
             for row in encoder.encode(batch):
                 writer.add(row)
             if progress is not None:
-                progress(len(writer))
+                progress(len(writer) // 2 if pairs else len(writer))
         if key != key_now():
             raise DataError("the files changed while they were read", path=", ".join(paths))
-        writer.publish(detected=detection.text, rendering=rendering)
+        writer.publish(detected=detection.text, rendering=rendering, pairs=pairs)
     cache = open_cache(target, names)
     assert cache is not None, f"{target} was just published"
     return _Tokenised(cache, was_there=False)
@@ -211,14 +233,13 @@ def resolve_template(text: str | None) -> str | None:
         ) from error
 
 
-def _report(
-    job: JobSpec, main: _Tokenised, train: TokenDataset, evaluation: TokenDataset | None
-) -> DataReport:
+def _report(job: JobSpec, main: _Tokenised, train: Rows, evaluation: Rows | None) -> DataReport:
     views = [train, evaluation] if evaluation is not None else [train]
     return DataReport(
         detected=main.cache.meta.detected,
         rendering=main.cache.meta.rendering,
-        rows_read=len(main.cache),
+        pairs=main.cache.meta.pairs,
+        rows_read=main.cache.num_units,
         rows_dropped=sum(view.num_dropped for view in views),
         rows_truncated=sum(view.num_truncated for view in views),
         max_length=job.train.max_length,

@@ -34,6 +34,8 @@ class RowPreview:
     pieces: tuple[Piece, ...]
     num_tokens: int
     num_trained: int
+    side: str = ""
+    """Of a pair: chosen or rejected."""
 
 
 def preview_rows(
@@ -60,13 +62,16 @@ def _previews(
     )
     encoder = Encoder(tokenizer, renderer)
     for example in read_examples(chain((first,), rows), data, detect(first, data)):
-        (row,) = encoder.encode([example])
-        yield RowPreview(
-            origin=row.origin,
-            pieces=tuple(pieces(row, tokenizer)),
-            num_tokens=len(row.input_ids),
-            num_trained=int((row.labels[1:] != IGNORED).sum()),
-        )
+        found = encoder.encode([example])
+        sides = ("chosen", "rejected") if len(found) == 2 else ("",)
+        for row, side in zip(found, sides, strict=True):
+            yield RowPreview(
+                origin=row.origin,
+                pieces=tuple(pieces(row, tokenizer)),
+                num_tokens=len(row.input_ids),
+                num_trained=int((row.labels[1:] != IGNORED).sum()),
+                side=side,
+            )
 
 
 def pieces(row: Encoded, tokenizer: "PreTrainedTokenizerBase") -> list[Piece]:

@@ -35,10 +35,7 @@ class Renderer:
             case Completion() | Instruction() | Text():
                 rendered = lay_out(example)
             case Preference():
-                raise origin.error(
-                    "preference pairs (chosen, rejected) cannot train a supervised job; "
-                    "give it rows with one answer each"
-                )
+                raise AssertionError("a pair is rendered one side at a time")
             case Tokens():
                 raise AssertionError("a row of tokens has no text to render")
         _check_characters(rendered.text, origin)
@@ -62,7 +59,7 @@ class Renderer:
             case Text():
                 return "plain text"
             case Preference():
-                return "preference pairs"
+                return self.describe(example.chosen)
             case Completion() | Instruction() | Chat():
                 if self._chats is None:
                     return "plain layout, as the tokenizer has no chat template"

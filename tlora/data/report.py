@@ -30,6 +30,9 @@ class DataReport:
     rendering: str
     """How rows became text."""
 
+    pairs: bool = False
+    """Whether a row is a preference pair; lengths are then of one side, prompt included."""
+
     rows_read: int
     rows_dropped: int
     """Left out because they were too long."""
@@ -52,17 +55,20 @@ class DataReport:
     def lines(self) -> list[str]:
         share = self.train_targets / self.train_tokens
         known = " (tokenised before)" if self.from_cache else ""
+        rows, length = ("pairs", "length of a side") if self.pairs else ("rows", "row length")
         report = [
-            f"{self.rows_read:,} rows of {self.detected}, {self.rendering}{known}",
-            f"training: {self.train_rows:,} rows, {self.train_tokens:,} tokens, "
+            f"{self.rows_read:,} {rows} of {self.detected}, {self.rendering}{known}",
+            f"training: {self.train_rows:,} {rows}, {self.train_tokens:,} tokens, "
             f"{self.train_targets:,} of them trained ({share:.0%})",
-            f"row length: median {self.lengths.median:,}, p90 {self.lengths.p90:,}, "
+            f"{length}: median {self.lengths.median:,}, p90 {self.lengths.p90:,}, "
             f"p99 {self.lengths.p99:,}, longest {self.lengths.longest:,} tokens",
         ]
         if self.eval_rows:
-            report.append(f"held out: {self.eval_rows:,} rows")
+            report.append(f"held out: {self.eval_rows:,} {rows}")
         if self.rows_truncated:
-            report.append(f"cut to {self.max_length:,} tokens: {self.rows_truncated:,} rows")
+            report.append(f"cut to {self.max_length:,} tokens: {self.rows_truncated:,} {rows}")
         if self.rows_dropped:
-            report.append(f"left out, over {self.max_length:,} tokens: {self.rows_dropped:,} rows")
+            report.append(
+                f"left out, over {self.max_length:,} tokens: {self.rows_dropped:,} {rows}"
+            )
         return report

@@ -4,6 +4,7 @@ The keys a shape requires are there; whether their values make sense is checked 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from tlora.data.examples import Chat, Completion, Instruction, Preference, Text, Tokens
 from tlora.data.messages import read_chat, read_sharegpt, read_tools, unpacked
@@ -59,16 +60,50 @@ def read_tokens_row(values: Values, origin: Origin) -> Tokens:
 
 
 def read_preference_row(values: Values, origin: Origin) -> Preference:
-    if "prompt" in values:
+    if "prompt" in values and not _repeat_prompt(values):
         chosen, rejected = (
             _answered(values["prompt"], values[key], key, None, origin)
             for key in ("chosen", "rejected")
         )
         return Preference(chosen, rejected)
+    for key in ("chosen", "rejected"):
+        if isinstance(unpacked(values[key]), str):
+            raise origin.error(
+                f"{key} is a text, so the row needs a prompt; without one both answers are lists "
+                "of messages"
+            )
     chosen, rejected = (
         read_chat(values[key], key=key, tools=None, origin=origin) for key in ("chosen", "rejected")
     )
-    return Preference(chosen, rejected)
+    shared = _shared_messages(chosen, rejected)
+    return Preference(_answering(chosen, shared), _answering(rejected, shared))
+
+
+def _repeat_prompt(values: Values) -> bool:
+    """Whether both sides are whole chats beside a prompt that is a text: they hold it too, as in
+    datasets where it is there to be looked at."""
+
+    def is_whole(chat: object) -> bool:
+        first = chat[0] if isinstance(chat, list) and chat else None
+        return isinstance(first, dict) and first.get("role") != "assistant"
+
+    return isinstance(values["prompt"], str) and all(
+        is_whole(unpacked(values[key])) for key in ("chosen", "rejected")
+    )
+
+
+def _shared_messages(one: Chat, other: Chat) -> int:
+    """How many messages are the prompt of both: those that are alike, but for the last."""
+    most = min(len(one.messages), len(other.messages)) - 1
+    count = 0
+    while count < most and one.messages[count] == other.messages[count]:
+        count += 1
+    return count
+
+
+def _answering(chat: Chat, prompt: int) -> Chat:
+    """The chat whose first messages are a prompt."""
+    return replace(chat, trained=(False,) * prompt + chat.trained[prompt:])
 
 
 def _answered(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tlora.core.sequence import IGNORED
-from tlora.data.examples import Example, Tokens
+from tlora.data.examples import Example, Preference, Tokens
 from tlora.data.render import Renderer
 from tlora.data.rendered import Rendered
 from tlora.data.rows import Origin
@@ -62,8 +62,9 @@ class Encoder:
         self._end = _token_id(tokenizer.eos_token_id)
 
     def encode(self, examples: list[tuple[Example, Origin]]) -> list[Encoded]:
-        """Tokenises a batch, in order; raises DataError at the first row that cannot be trained
-        on."""
+        """Tokenises a batch, in order, a pair as two rows, the chosen one first; raises DataError
+        at the first row that cannot be trained on."""
+        examples = [(side, origin) for example, origin in examples for side in _sides(example)]
         texts = [
             (self._renderer.render(example, origin), origin)
             for example, origin in examples
@@ -154,6 +155,11 @@ class Encoder:
         return Encoded(
             np.array(example.input_ids, dtype=np.int32), np.array(labels, dtype=np.int32), origin
         )
+
+
+def _sides(example: Example) -> tuple[Example, ...]:
+    pair = isinstance(example, Preference)
+    return (example.chosen, example.rejected) if pair else (example,)
 
 
 def _chunks(texts: list[tuple[Rendered, Origin]]) -> Iterator[list[tuple[Rendered, Origin]]]:

@@ -124,12 +124,12 @@ def pack(shares: list[Share], num_rows: int, device: torch.device | str = "cpu")
 
     def gather(parts: list[np.ndarray], dtype: type) -> torch.Tensor:
         joined = np.concatenate(parts) if parts else np.zeros(0)
-        return _on(device, joined.astype(dtype))
+        return on_device(device, joined.astype(dtype))
 
     return PackedBatch(
-        input_ids=_on(device, input_ids)[None],
-        position_ids=_on(device, positions)[None],
-        rows=_on(device, rows),
+        input_ids=on_device(device, input_ids)[None],
+        position_ids=on_device(device, positions)[None],
+        rows=on_device(device, rows),
         lengths=lengths,
         segments=segments,
         predicting=gather(predicting, np.int64),
@@ -138,7 +138,7 @@ def pack(shares: list[Share], num_rows: int, device: torch.device | str = "cpu")
     )
 
 
-def _on(device: torch.device | str, values: np.ndarray) -> torch.Tensor:
+def on_device(device: torch.device | str, values: np.ndarray) -> torch.Tensor:
     tensor = torch.from_numpy(values)
     if torch.device(device).type != "cuda":
         return tensor.to(device)

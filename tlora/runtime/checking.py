@@ -30,8 +30,16 @@ def check_run(spec: RunSpec) -> list[str]:
         chosen = choose_targets(job, targets)
         parameters = sum(job.lora.r * (t.in_features + t.out_features) for t in chosen)
         lines.append(f"{job.name}: {len(chosen)} linears, {parameters:,} trained parameters")
+        if job.train.on_pairs:
+            lines.append(f"  {preference_line(job)}")
         lines += [f"  {line}" for line in prepared[job.name].report.lines()]
     return [*lines, *idle_settings(spec.jobs)]
+
+
+def preference_line(job: JobSpec) -> str:
+    smoothing = job.train.label_smoothing
+    smoothed = f", label smoothing {smoothing:g}" if smoothing else ""
+    return f"dpo on preference pairs: beta {job.train.beta:g}{smoothed}, the base as the reference"
 
 
 def check_targets(spec: RunSpec, targets: dict[str, Target]) -> None:
@@ -93,7 +101,7 @@ def prepare_jobs(spec: RunSpec, *, limit: int | None) -> dict[str, PreparedData]
 
 def _check_lengths(job: JobSpec, data: PreparedData, limit: int | None) -> None:
     views = [view for view in (data.train, data.evaluation) if view is not None and len(view)]
-    longest = max(int(view.lengths.max()) for view in views)
+    longest = max(int(view.sequence_lengths.max()) for view in views)
     if limit is not None and longest > limit:
         raise SpecError(
             f"rows of up to {longest} tokens, but the base model takes {limit}; set max_length to "

@@ -78,7 +78,7 @@ def facts(data: Sequence[PreparedData]) -> str:
     trained = sum(report.train_targets for report in reports)
     first = reports[0]
     parts = [
-        f"{first.rows_read:,} rows",
+        f"{first.rows_read:,} {'pairs' if first.pairs else 'rows'}",
         f"{first.lengths.median:,}-{first.lengths.longest:,} tokens",
         f"{trained / tokens:.0%} trained",
         f"{span([report.eval_rows for report in reports])} held out",

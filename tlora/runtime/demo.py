@@ -94,7 +94,7 @@ def look_at_answers(
 
 def held_out(data: PreparedData) -> Sequence[TokenSequence]:
     rows = data.evaluation
-    return [rows[i] for i in range(len(rows))] if rows is not None else []
+    return [row for i in range(len(rows)) for row in rows[i].sequences] if rows is not None else []
 
 
 def trained_adapter(job: JobSpec, run: RunResult, model: PreTrainedModel) -> AdapterFile | None:

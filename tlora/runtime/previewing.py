@@ -24,7 +24,8 @@ def preview_job(job: JobSpec, base: BaseSpec, rows: int) -> Iterator[ShownRow]:
         if row.num_tokens > job.train.max_length:
             policy = {"truncate": "will be cut", "drop": "will be left out", "raise": "refused"}
             length += f", over {job.train.max_length}: {policy[job.train.over_length]}"
+        side = f" {row.side}" if row.side else ""
         yield ShownRow(
-            f"{job.name}: {row.origin} ({length}; {row.num_trained} trained)",
+            f"{job.name}: {row.origin}{side} ({length}; {row.num_trained} trained)",
             [(piece.text, piece.trained) for piece in row.pieces],
         )

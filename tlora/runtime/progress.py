@@ -84,7 +84,8 @@ class ProgressLines:
         self._evaluations += 1
         if len(self._drivers) < MANY_JOBS:
             step = f"step {done.step}/{driver.total_steps}"
-            self.say(f"{driver.name}: {step} held-out loss {done.loss:.4f}")
+            figures = figures_of(done.figures)
+            self.say(f"{driver.name}: {step} held-out loss {done.loss:.4f}{figures}")
 
     def on_end(self, result: JobResult) -> None:
         if worth_a_line(result, len(self._drivers)):
@@ -141,6 +142,13 @@ class ProgressLines:
             parts.append(f"best {result.best_eval_loss:.4f} at step {result.best_step}")
         parts.append(str(root / result.adapter) if result.adapter else "no adapter")
         return ", ".join(parts)
+
+
+def figures_of(figures: dict[str, float]) -> str:
+    """What is said of pairs beside their loss."""
+    if not figures:
+        return ""
+    return f", accuracy {figures['accuracy']:.0%}, margin {figures['margin']:.3f}"
 
 
 def worth_a_line(result: JobResult, jobs: int) -> bool:

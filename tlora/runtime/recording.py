@@ -29,6 +29,7 @@ from tlora.training.controller import ControllerSettings
 from tlora.training.driver import JobDriver, Status
 from tlora.training.engine import Engine
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
+from tlora.training.preference import FIGURES
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +189,7 @@ class Recorder:
                     target_tokens=done.target_tokens,
                     nano_batches=done.nano_batches,
                     tokens_per_s=round(done.tokens / max(seconds, 1e-9), 1),
+                    **done.figures,
                 )
         every = driver.spec.save.steps
         due = every is not None and done.step % every == 0 and done.step < driver.total_steps
@@ -199,7 +201,9 @@ class Recorder:
         self._last_step[driver.name] = time.perf_counter()
         best = driver.best
         with self._in_full(driver):
-            self._metrics(driver, "eval", loss=done.loss, target_tokens=done.target_tokens)
+            self._metrics(
+                driver, "eval", loss=done.loss, target_tokens=done.target_tokens, **done.figures
+            )
             if best is not None and best.step == done.step and best.weights is not None:
                 self._writer.make_room()
                 self._export(driver, best.weights, "best")
@@ -345,7 +349,8 @@ class Recorder:
     ) -> None:
         model = self.engine.super_model
         try:
-            write = begin_export(weights, driver.spec, self.base, model, driver.train[0])
+            probe = driver.train[0].sequences[0]
+            write = begin_export(weights, driver.spec, self.base, model, probe)
         except (OSError, TloraError, RuntimeError, MemoryError) as error:
             write = _raises(error)
         self._write(driver, name, write, weights.num_bytes, then)
@@ -396,6 +401,7 @@ class Recorder:
             "sequences_seen": driver.sequences_seen,
             "nano_batches": values.get("nano_batches"),
             "tokens_per_s": values.get("tokens_per_s"),
+            **{name: values[name] for name in FIGURES if name in values},
             "time": time.time(),
         }
         try:

@@ -17,7 +17,12 @@ from tlora.core.assets import REPORT
 from tlora.runtime.directory import replace_text
 from tlora.runtime.figures import duration_figure, loss_figure, rate_figure
 from tlora.runtime.report_data import report_data
-from tlora.runtime.report_tables import job_rows, setting_columns, shared_settings
+from tlora.runtime.report_tables import (
+    job_rows,
+    preference_rows,
+    setting_columns,
+    shared_settings,
+)
 from tlora.runtime.run_log import RunLog, read_run
 
 SCRIPTS = (
@@ -67,6 +72,7 @@ def render(log: RunLog) -> str:
         headlines=headlines(log),
         jobs=jobs,
         troubled=[job for job in jobs if job.reason],
+        preferences=preference_rows(log),
         columns=setting_columns(log),
         shared=shared_settings(log),
         style=Markup((REPORT / "report.css").read_text(encoding="utf-8")),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tlora.runtime.run_log import JobLog, RunLog
 from tlora.runtime.settings import default_settings
+from tlora.training.preference import FIGURES
 
 SYMBOLS = {
     "completed": "✓",
@@ -33,6 +34,19 @@ class JobRow:
     tokens_seen: int
     adapter: str | None
     serving: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceRow:
+    """Of a job on pairs, the last it logged: held out where it has pairs held out."""
+
+    name: str
+    held_out: bool
+    step: int
+    accuracy: float
+    margin: float
+    chosen_reward: float
+    rejected_reward: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +101,16 @@ def job_row(job: JobLog) -> JobRow:
         adapter=result.get("adapter"),
         serving=result.get("serving", []),
     )
+
+
+def preference_rows(log: RunLog) -> list[PreferenceRow]:
+    rows: list[PreferenceRow] = []
+    for job in log.jobs:
+        last = (job.evaluations or job.train or [{}])[-1]
+        if all(name in last for name in FIGURES):
+            figures = {name: float(last[name]) for name in FIGURES}
+            rows.append(PreferenceRow(job.name, bool(job.evaluations), last["step"], **figures))
+    return rows
 
 
 def setting_names(log: RunLog) -> list[str]:

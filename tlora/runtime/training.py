@@ -191,7 +191,7 @@ def show_exact(
     model: SuperModel, spec: RunSpec, data: dict[str, PreparedData], budget: int
 ) -> Exactness:
     """On the jobs' own ranks, and lengths from their shortest row to their longest."""
-    lengths = np.concatenate([prepared.train.lengths for prepared in data.values()])
+    lengths = np.concatenate([prepared.train.sequence_lengths for prepared in data.values()])
     return prove_exact(
         model,
         budget,

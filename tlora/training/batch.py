@@ -6,27 +6,41 @@ A batch may be launched in full, and its job busy with the next one, before its 
 """
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 from tlora.core.errors import JobFailed
-from tlora.core.sequence import TokenSequence
+from tlora.core.sequence import TokenPair, Unit
 from tlora.training.compose import Kind
 from tlora.training.outcome import StepDone
+from tlora.training.preference import Dpo, Tally
+from tlora.training.references import References
 
 NAMED_ROWS = 5
 """So many rows are named in a reason; a whole batch would bury it."""
 
 
 @dataclass(frozen=True, slots=True)
-class FedSequence:
-    sequence: TokenSequence
+class FedUnit:
+    unit: Unit
     length: int
     row_offset: int
     """Tokens of the job's batch before it."""
 
     loss_scale: float
-    """What the loss of each of its trained tokens counts."""
+    """What the loss of each of its trained tokens counts, or of the pair."""
+
+    reference: int = -1
+    """The place of a pair among the references."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Preference:
+    """What makes a job one of pairs."""
+
+    dpo: Dpo
+    references: References
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +56,15 @@ class Batch:
     steps_before: int
     """Steps that the job had taken."""
 
-    fed: list[FedSequence] = field(default_factory=list[FedSequence])
+    preference: Preference | None = None
+    """None where its units are sequences."""
+
+    fed: list[FedUnit] = field(default_factory=list[FedUnit])
     left: list[int] = field(default_factory=list[int])
     """Indices into `fed` that have not been launched."""
+
+    ahead: list[FedUnit] = field(default_factory=list[FedUnit])
+    """Pairs of later batches, which may fill a pass that makes references for this one."""
 
     request: StepRequest | None = None
     nano_batches: int = 0
@@ -52,33 +72,99 @@ class Batch:
     """Of what has come back."""
 
     not_finite: list[str] = field(default_factory=list[str])
-    """Where the sequences came from whose loss was no number."""
+    """Where the units came from whose loss was no number."""
+
+    tally: Tally = field(default_factory=Tally)
+    """Of the pairs that have come back."""
 
     dropped: bool = False
     """It was begun anew, or its job is gone: what still comes back of it is of no use."""
 
-    def add(self, sequences: list[TokenSequence], loss_scale: float, *, offset: int) -> None:
-        for sequence in sequences:
+    def add(self, units: Sequence[Unit], loss_scale: float, *, offset: int) -> None:
+        for unit in units:
             self.left.append(len(self.fed))
-            self.fed.append(FedSequence(sequence, len(sequence), offset, loss_scale))
-            offset += len(sequence)
+            place = self._place(unit)
+            self.fed.append(FedUnit(unit, len(unit), offset, loss_scale, place))
+            offset += len(unit)
 
-    def at(self, positions: tuple[int, ...]) -> list[FedSequence]:
-        """The sequences at these positions of what is left."""
-        return [self.fed[self.left[position]] for position in positions]
+    def look_ahead(self, coming: Iterable[Unit], room: int) -> None:
+        """If a pass for references must be made, fill it up to `room` tokens: where batches are
+        small it would hold a few pairs only, and nobody who trains can share it."""
+        tokens = sum(each.length for each in self._without_reference(self._waiting()))
+        for unit in coming if tokens else ():
+            if tokens >= room:
+                break
+            self.ahead.append(FedUnit(unit, len(unit), 0, 0.0, self._place(unit)))
+            tokens += len(unit)
 
-    def launched(self, positions: tuple[int, ...]) -> None:
+    def _place(self, unit: Unit) -> int:
+        if self.preference is None:
+            return -1
+        assert isinstance(unit, TokenPair)
+        return self.preference.references.place(unit)
+
+    @property
+    def next_kind(self) -> Kind:
+        """What has to be launched next."""
+        return Kind.REFERENCE if self._without_reference(self._waiting()) else self.kind
+
+    def offered(self) -> list[FedUnit]:
+        """What could be launched now: pairs without a reference first, which are then offered again
+        to be trained or evaluated on."""
+        waiting = self._waiting()
+        missing = self._without_reference(waiting)
+        return [*missing, *self._without_reference(self.ahead)] if missing else waiting
+
+    def _waiting(self) -> list[FedUnit]:
+        return [self.fed[index] for index in self.left]
+
+    def _without_reference(self, units: list[FedUnit]) -> list[FedUnit]:
+        if self.preference is None:
+            return []
+        known = self.preference.references
+        return [each for each in units if not known.has(each.reference)]
+
+    def launched(self, fed: list[FedUnit]) -> None:
         """These are under way."""
-        gone = set(positions)
-        self.left = [index for i, index in enumerate(self.left) if i not in gone]
+        gone = set(map(id, fed))
+        self.left = [index for index in self.left if id(self.fed[index]) not in gone]
         self.nano_batches += 1
 
-    def count(self, fed: list[FedSequence], loss_sums: list[float]) -> None:
-        """These have come back with these losses."""
-        for each, loss_sum in zip(fed, loss_sums, strict=True):
-            self.loss += each.loss_scale * loss_sum
-            if not math.isfinite(loss_sum):
-                self.not_finite.append(each.sequence.origin)
+    def count(self, fed: list[FedUnit], loss_sums: list[float]) -> None:
+        """These have come back with these losses, one for each sequence."""
+        sums = iter(loss_sums)
+        for each in fed:
+            own = tuple(next(sums) for _ in each.unit.sequences)
+            loss = self._loss(each, own)
+            self.loss += each.loss_scale * loss
+            if not math.isfinite(loss):
+                self.not_finite.append(each.unit.origin)
+
+    def _loss(self, each: FedUnit, sums: tuple[float, ...]) -> float:
+        if self.preference is None:
+            (loss,) = sums
+            return loss
+        chosen, rejected = sums
+        reference = self.preference.references.of(each.reference)
+        judged = self.preference.dpo.judge((chosen, rejected), reference)
+        self.tally.add(judged)
+        return judged.loss
+
+    def count_reference(self, fed: list[FedUnit], loss_sums: list[float]) -> None:
+        """The same of a pass without adapters. Other jobs may share what is known by it, even if
+        this batch was dropped."""
+        assert self.preference is not None
+        sums = iter(loss_sums)
+        for each in fed:
+            chosen, rejected = next(sums), next(sums)
+            self.preference.references.tell(each.reference, (chosen, rejected))
+            if not math.isfinite(chosen + rejected):
+                self.not_finite.append(each.unit.origin)
+
+    def check_reference(self) -> None:
+        if self.not_finite:
+            rows = _rows(self.not_finite)
+            raise JobFailed(f"the base model's own loss is no number{rows}", job=self.job)
 
     def check_loss(self) -> None:
         if not math.isfinite(self.loss):
@@ -87,7 +173,7 @@ class Batch:
     def finish_step(self, grad_norm: float) -> StepDone:
         """The step was taken; or it was not, because its norm is no number, and the job fails."""
         if not math.isfinite(grad_norm):
-            origins = [each.sequence.origin for each in self.fed]
+            origins = [each.unit.origin for each in self.fed]
             self._fail(f"the gradient norm is {grad_norm}", origins)
         assert self.request is not None
         return StepDone(
@@ -96,15 +182,29 @@ class Batch:
             loss=self.loss,
             grad_norm=grad_norm,
             learning_rate=self.request.learning_rate,
-            target_tokens=sum(each.sequence.num_targets for each in self.fed),
+            target_tokens=sum(each.unit.num_targets for each in self.fed),
             tokens=sum(each.length for each in self.fed),
             sequences=len(self.fed),
             nano_batches=self.nano_batches,
+            figures=self.tally.figures(),
         )
 
     def _fail(self, what: str, origins: list[str]) -> NoReturn:
-        named = list(dict.fromkeys(origin for origin in origins if origin))
-        more = f" and {len(named) - NAMED_ROWS} more" if len(named) > NAMED_ROWS else ""
-        rows = f" (rows {', '.join(named[:NAMED_ROWS])}{more})" if named else ""
         advice = "a lower learning rate or max_grad_norm may help"
-        raise JobFailed(f"{what} at step {self.steps_before + 1}{rows}; {advice}", job=self.job)
+        step = self.steps_before + 1
+        raise JobFailed(f"{what} at step {step}{_rows(origins)}; {advice}", job=self.job)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Passage:
+    """What one job has in a nano-batch."""
+
+    batch: Batch
+    fed: list[FedUnit]
+
+
+def _rows(origins: list[str]) -> str:
+    """The first few, in brackets."""
+    named = list(dict.fromkeys(origin for origin in origins if origin))
+    more = f" and {len(named) - NAMED_ROWS} more" if len(named) > NAMED_ROWS else ""
+    return f" (rows {', '.join(named[:NAMED_ROWS])}{more})" if named else ""

@@ -17,6 +17,8 @@ from enum import Enum
 class Kind(Enum):
     TRAIN = "train"
     EVALUATE = "eval"
+    REFERENCE = "reference"
+    """Forward, and without adapters: what the base model makes of preference pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,8 @@ class Waiting:
     job: str
     kind: Kind
     lengths: Sequence[int]
-    """Tokens of the sequences still to go, in the job's own order; not empty."""
+    """Tokens of the sequences still to go, in the job's own order; not empty. A preference pair is
+    one of them, with the tokens of both sides."""
 
     weight: float = 1.0
     credit: float = 0.0

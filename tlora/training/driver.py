@@ -5,13 +5,14 @@ A driver feeds the engine; the engine decides with whom and when. Nothing here k
 """
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from tlora.core.errors import DataError, JobFailed
 from tlora.core.job import JobSpec
-from tlora.core.sequence import Sequences
+from tlora.core.sequence import Sequences, Unit
 from tlora.data.cursor import Cursor, next_batch, total_steps
 from tlora.model.adapters import AdapterWeights
 from tlora.model.snapshot import Snapshot
@@ -21,6 +22,7 @@ from tlora.training.engine_job import JobState
 from tlora.training.learning_rate import learning_rate
 from tlora.training.optimiser import AdamW
 from tlora.training.outcome import EvaluationDone, StepDone
+from tlora.training.preference import Dpo
 
 
 class Status(Enum):
@@ -100,6 +102,7 @@ class JobDriver:
             seed=spec.train.seed,
             weight=spec.train.weight,
             optimiser=AdamW.of(spec.train),
+            dpo=Dpo.of(spec.train),
             state=state,
         )
 
@@ -143,15 +146,24 @@ class JobDriver:
         if not num_targets:
             rows = ", ".join(sequence.origin for sequence in batch)
             raise DataError(f"a batch without a trained token (rows {rows})")
-        engine.feed(
-            self.name, batch, loss_scale=1.0 / num_targets if train.loss == "token_mean" else 1.0
-        )
+        counted = {"token_mean": num_targets, "sum": 1, "dpo": len(batch)}[train.loss]
+        coming = self._after(after) if train.on_pairs else ()
+        engine.feed(self.name, batch, loss_scale=1.0 / counted, coming=coming)
         engine.request_step(
             self.name,
             learning_rate=learning_rate(train, steps, self.total_steps),
             max_grad_norm=train.max_grad_norm,
         )
         self._fed.append(after)
+
+    def _after(self, cursor: Cursor) -> Iterator[Unit]:
+        """The rows from here to the end of the epoch, or of the job."""
+        left = self.total_steps - self.step - len(self._fed) - 1
+        most = left * self.spec.train.batch_size
+        if cursor.position == 0 or not most:
+            return
+        indices, _ = next_batch(cursor, len(self.train), most, self.spec.train.seed)
+        yield from (self.train[int(index)] for index in indices)
 
     def on_step(self, done: StepDone) -> None:
         """Raises ValueError, with nothing changed, if it has not heard of the step before."""

@@ -11,20 +11,21 @@ last step. The engine knows no files, no schedules and no wall-clock decisions.
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
 
 from tlora.core.errors import JobFailed
-from tlora.core.sequence import Sequences, TokenSequence
+from tlora.core.sequence import Sequences, Unit
 from tlora.model.adapters import AdapterWeights
 from tlora.model.memory import is_out_of_memory
-from tlora.model.packing import pack
+from tlora.model.packing import PackedBatch, pack
 from tlora.model.snapshot import Snapshot
 from tlora.model.super_model import SuperModel
 from tlora.training import loss, moving, optimiser
-from tlora.training.batch import Batch, StepRequest
+from tlora.training.batch import Batch, Preference, StepRequest
+from tlora.training.checks import check_state, check_units
 from tlora.training.compose import Composition, Kind, buckets_for, compose
 from tlora.training.controller import Controller, Measure
 from tlora.training.engine_job import EngineJob, HeldOut, JobState
@@ -32,11 +33,13 @@ from tlora.training.in_flight import (
     InFlight,
     LaunchedEvaluation,
     LaunchedSteps,
-    Passage,
     to_host,
 )
 from tlora.training.optimiser import AdamW, DueStep
 from tlora.training.outcome import Outcome
+from tlora.training.packed_pairs import PackedPairs, pack_pairs
+from tlora.training.preference import Dpo
+from tlora.training.references import References
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +74,7 @@ class Engine:
         on_cpu = super_model.device.type == "cpu"
         self._bucket_step = CPU_BUCKET_STEP if bucket_step is None and on_cpu else bucket_step
         self._rows = optimiser.PooledRows(super_model)
+        self._references = References(super_model.device)
         self._controller = controller
         self._group = 0
         """Changes with every job that comes or goes."""
@@ -94,21 +98,28 @@ class Engine:
         seed: int = 0,
         weight: float = 1.0,
         optimiser: AdamW | None = None,
+        dpo: Dpo | None = None,
         state: JobState | None = None,
     ) -> None:
-        """Between nano-batches, without touching the neighbours. With `state` the job goes on where
-        it was detached; `weights` are then its weights of that time. What lies in host memory is
-        copied while the neighbours wait: `moving.bring` copies it before."""
+        """Between nano-batches, without touching the neighbours. With `dpo` the job is fed pairs.
+        With `state` the job goes on where it was detached; `weights` are then its weights of that
+        time. What lies in host memory is copied while the neighbours wait: `moving.bring` copies it
+        before."""
         if not weights:
             raise ValueError(f"job '{name}' adapts no module")
         if weight <= 0:
             raise ValueError(f"job '{name}': its weight must be positive, got {weight}")
         if state is not None:
-            _check_state(name, weights, state)
+            check_state(name, weights, state)
         rank = max(len(pair.a) for pair in weights.values())
         self.super_model.attach(name, weights, scale=scale, dropout=dropout)
         self._jobs[name] = EngineJob(
-            name, seed=seed, weight=weight, rank=rank, optimiser=optimiser or AdamW()
+            name,
+            seed=seed,
+            weight=weight,
+            rank=rank,
+            optimiser=optimiser or AdamW(),
+            preference=Preference(dpo, self._references) if dpo else None,
         )
         if state is not None:
             self._jobs[name].step = state.step
@@ -144,16 +155,32 @@ class Engine:
         """The same, as of now, without waiting for it: the job may go on or leave meanwhile."""
         return moving.snapshot(self.super_model, name, step=self._job(name).step)
 
-    def feed(self, name: str, sequences: list[TokenSequence], *, loss_scale: float) -> None:
-        """Add sequences to the job's current batch; every trained token's loss counts `loss_scale`.
-        For a mean over the batch that is 1 / its trained tokens, which must be known now."""
+    def feed(
+        self,
+        name: str,
+        sequences: Sequences,
+        *,
+        loss_scale: float,
+        coming: Iterable[Unit] = (),
+    ) -> None:
+        """Add sequences, or pairs, to the job's current batch; the loss of every trained token, or
+        pair, counts `loss_scale`. For a mean over the batch that is 1 / its trained tokens, or its
+        pairs, which must be known now. `coming` are pairs that are likely to be fed next: those
+        whose references are made now need no pass of their own."""
         job = self._job(name)
         if job.kind is Kind.EVALUATE:
             raise ValueError(f"job '{name}' is being evaluated")
         if job.requested:
             raise ValueError(f"job '{name}' waits for its step: its batch is complete")
-        _check_sequences(name, sequences, self.super_model.vocabulary)
-        job.feed(sequences, loss_scale)
+        units = [sequences[index] for index in range(len(sequences))]
+        check_units(job, units, self.super_model.vocabulary)
+        room = self.budget_tokens if job.preference else 0
+        job.feed(units, loss_scale, self._checked(job, coming), room=room)
+
+    def _checked(self, job: EngineJob, units: Iterable[Unit]) -> Iterator[Unit]:
+        for unit in units:
+            check_units(job, (unit,), self.super_model.vocabulary)
+            yield unit
 
     def request_step(
         self, name: str, *, learning_rate: float, max_grad_norm: float | None = None
@@ -174,10 +201,12 @@ class Engine:
             raise ValueError(f"job '{name}' is busy")
         if job.held_out is None or job.held_out.sequences is not sequences:
             # Once: every evaluation of a job is on the same rows.
-            targets = _check_sequences(name, sequences, self.super_model.vocabulary)
+            rows = (sequences[index] for index in range(len(sequences)))
+            targets = check_units(job, rows, self.super_model.vocabulary)
             if not targets:
                 raise ValueError(f"job '{name}' has no trained token to be evaluated on")
-            job.held_out = HeldOut(sequences, targets)
+            counted = len(sequences) if job.preference else targets
+            job.held_out = HeldOut(sequences, targets, loss_scale=1.0 / counted)
         # A controller may make them larger before the evaluation is over.
         largest = self.budget_tokens if self._controller is None else self._controller.limit
         job.start_evaluation(window_tokens=EVALUATION_WINDOW * largest)
@@ -258,27 +287,40 @@ class Engine:
 
     def _launch(self, launched: InFlight, composition: Composition) -> None:
         """Forward, and for training backward."""
-        jobs = [self._jobs[pick.job] for pick in composition.picks]
+        kind, device = composition.kind, self.super_model.device
+        train, adapted = kind is Kind.TRAIN, kind is not Kind.REFERENCE
+        for pick in composition.picks:
+            launched.passages.append(self._jobs[pick.job].passage(pick.indices))
         shares = [
-            job.share(pick.indices) for job, pick in zip(jobs, composition.picks, strict=True)
+            self._jobs[passage.batch.job].share(passage, adapted=adapted)
+            for passage in launched.passages
         ]
-        batch = pack(shares, composition.rows, self.super_model.device)
-        train = composition.kind is Kind.TRAIN
+        batch = pack(shares, composition.rows, device)
+        pairs = None if kind is Kind.EVALUATE else pack_pairs(batch, launched.passages, device)
         with torch.set_grad_enabled(train), self.super_model.routed(batch, train=train):
             per_token = self.super_model.token_losses(batch)
             if train:
-                loss.backward(per_token, batch)
+                loss.backward(per_token, self._scales(per_token, batch, pairs))
             self.super_model.launched()
         launched.keep_losses(per_token, batch)
         launched.settled = self.super_model.settled
-        for job, pick in zip(jobs, composition.picks, strict=True):
-            assert job.batch is not None
-            launched.passages.append(Passage(job.batch, job.batch.at(pick.indices)))
-            job.batch.launched(pick.indices)
-            if job.name in self._suspects and not job.has_waiting:
-                self._suspects.remove(job.name)
+        if pairs is not None and not adapted:
+            self._references.write(pairs.places, pairs.reference, pairs.sums(per_token))
+        for passage in launched.passages:
+            if adapted:
+                passage.batch.launched(passage.fed)
+            if passage.batch.job in self._suspects and not passage.batch.left:
+                self._suspects.remove(passage.batch.job)
         for name, credit in composition.credits.items():
             self._jobs[name].credit = credit
+
+    def _scales(
+        self, losses: torch.Tensor, batch: PackedBatch, pairs: PackedPairs | None
+    ) -> torch.Tensor:
+        """What every token's loss counts in its job's loss."""
+        if pairs is None:
+            return batch.loss_scales
+        return pairs.scales(losses, self._references.read(pairs.reference), batch.loss_scales)
 
     def _settle(self, launched: InFlight) -> None:
         """Launch the steps and the ends of evaluations that are due now."""
@@ -467,34 +509,3 @@ class Engine:
     def _restore_moments(self, name: str, state: JobState) -> None:
         moments = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
         self.super_model.fill_moments(name, moments)
-
-
-def _check_sequences(name: str, sequences: Sequences, vocabulary: int) -> int:
-    """Raises for what would break a nano-batch; how many tokens are trained."""
-    if not len(sequences):
-        raise ValueError(f"job '{name}' was given no sequences")
-    targets = 0
-    for index in range(len(sequences)):
-        sequence = sequences[index]
-        targets += sequence.num_targets
-        if not len(sequence):
-            raise ValueError(f"job '{name}' was given an empty sequence {sequence.origin}".rstrip())
-        # On a GPU such a token would end the whole process.
-        if int(sequence.input_ids.max()) >= vocabulary or int(sequence.input_ids.min()) < 0:
-            raise ValueError(
-                f"job '{name}' was given a token beyond the base model's {vocabulary} "
-                f"{sequence.origin}".rstrip()
-            )
-    return targets
-
-
-def _check_state(name: str, weights: AdapterWeights, state: JobState) -> None:
-    """The moments must have the shapes of the weights, B's transposed as in the pool."""
-    shapes = {
-        f"{path}.{side}": shape
-        for path, pair in weights.items()
-        for side, shape in (("lora_A", pair.a.shape), ("lora_B", pair.b.T.shape))
-    }
-    for moments in (state.exp_avg, state.exp_avg_sq):
-        if {key: moment.shape for key, moment in moments.items()} != shapes:
-            raise ValueError(f"job '{name}': the state belongs to another adapter")

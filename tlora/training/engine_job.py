@@ -1,18 +1,22 @@
 """One job as the engine sees it: its current batch, how far it is, and what it is owed."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from tlora.core.errors import JobFailed
-from tlora.core.sequence import Sequences, TokenSequence
+from tlora.core.sequence import Sequences, TokenSequence, Unit
 from tlora.kernels.streams import step_key
 from tlora.model.adapters import AdapterWeights
 from tlora.model.packing import Share
-from tlora.training.batch import Batch, StepRequest
+from tlora.training.batch import Batch, Passage, Preference, StepRequest
 from tlora.training.compose import Kind, Waiting
 from tlora.training.optimiser import AdamW, DueStep
 from tlora.training.outcome import EvaluationDone
+
+NOBODY = ""
+"""Whose rows carry no adapter; no name that a job may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,7 @@ class HeldOut:
 
     sequences: Sequences
     num_targets: int
+    loss_scale: float
 
 
 @dataclass(slots=True)
@@ -48,6 +53,7 @@ class EngineJob:
     weight: float
     rank: int
     optimiser: AdamW
+    preference: Preference | None = None
     step: int = 0
     """Steps that have been launched."""
 
@@ -84,12 +90,23 @@ class EngineJob:
         """All held-out rows are under way."""
         return self.kind is Kind.EVALUATE and not self.has_waiting
 
-    def feed(self, sequences: list[TokenSequence], loss_scale: float) -> None:
+    def feed(
+        self,
+        units: list[Unit],
+        loss_scale: float,
+        coming: Iterable[Unit] = (),
+        *,
+        room: int = 0,
+    ) -> None:
         if self.batch is None:
-            self.batch = Batch(self.name, Kind.TRAIN, self.step)
+            self.batch = self._new_batch(Kind.TRAIN)
         last = self.batch.fed[-1] if self.batch.fed else None
         offset = last.row_offset + last.length if last else 0
-        self.batch.add(sequences, loss_scale, offset=offset)
+        self.batch.add(units, loss_scale, offset=offset)
+        self.batch.look_ahead(coming, room)
+
+    def _new_batch(self, kind: Kind) -> Batch:
+        return Batch(self.name, kind, self.step, self.preference)
 
     def request_step(self, request: StepRequest) -> None:
         assert self.batch is not None
@@ -97,7 +114,7 @@ class EngineJob:
 
     def start_evaluation(self, *, window_tokens: int) -> None:
         """On the rows in `held_out`; `window_tokens` is more than a nano-batch takes."""
-        self.batch = Batch(self.name, Kind.EVALUATE, self.step)
+        self.batch = self._new_batch(Kind.EVALUATE)
         self.drawn = Drawn()
         self.window_tokens = window_tokens
         self.draw()
@@ -113,7 +130,7 @@ class EngineJob:
         if drawn.sequences == len(rows):
             return
         waiting = sum(batch.fed[index].length for index in batch.left)
-        more: list[TokenSequence] = []
+        more: list[Unit] = []
         while drawn.sequences + len(more) < len(rows) and (
             waiting <= self.window_tokens or len(batch.left) + len(more) < 2
         ):
@@ -122,7 +139,7 @@ class EngineJob:
         if more:
             batch.fed = [batch.fed[index] for index in batch.left]
             batch.left = list(range(len(batch.fed)))
-            batch.add(more, 1.0 / self.held_out.num_targets, offset=drawn.tokens)
+            batch.add(more, self.held_out.loss_scale, offset=drawn.tokens)
             drawn.sequences += len(more)
             drawn.tokens += sum(map(len, more))
 
@@ -130,22 +147,35 @@ class EngineJob:
         assert self.batch is not None
         return Waiting(
             job=self.name,
-            kind=self.batch.kind,
-            lengths=[self.batch.fed[index].length for index in self.batch.left],
+            kind=self.batch.next_kind,
+            lengths=[each.length for each in self.batch.offered()],
             weight=self.weight,
             credit=self.credit,
             rank=self.rank,
         )
 
-    def share(self, positions: tuple[int, ...]) -> Share:
-        """The sequences at these positions of what was waiting."""
+    def passage(self, positions: Sequence[int]) -> Passage:
+        """What stands at these positions of what was waiting."""
         assert self.batch is not None
-        fed = self.batch.at(positions)
+        offered = self.batch.offered()
+        return Passage(self.batch, [offered[position] for position in positions])
+
+    def share(self, passage: Passage, *, adapted: bool = True) -> Share:
+        """Its sequences, with this job's adapter or none."""
+        fed = passage.fed
+        sequences: list[TokenSequence] = []
+        row_offsets: list[int] = []
+        for each in fed:
+            offset = each.row_offset
+            for sequence in each.unit.sequences:
+                sequences.append(sequence)
+                row_offsets.append(offset)
+                offset += len(sequence)
         return Share(
-            job=self.name,
-            sequences=[each.sequence for each in fed],
-            row_offsets=[each.row_offset for each in fed],
-            loss_scales=[each.loss_scale for each in fed],
+            job=self.name if adapted else NOBODY,
+            sequences=sequences,
+            row_offsets=row_offsets,
+            loss_scales=[each.loss_scale for each in fed for _ in each.unit.sequences],
             key=step_key(self.seed, self.step),
         )
 
@@ -155,12 +185,13 @@ class EngineJob:
         if old is None:
             return
         old.dropped = True
-        self.batch = Batch(self.name, old.kind, self.step, request=old.request)
+        self.batch = self._new_batch(old.kind)
+        self.batch.request = old.request
         if old.kind is Kind.EVALUATE:
             # Rows are drawn again when the engine settles: one that cannot be read fails this job.
             self.drawn = Drawn()
         else:
-            self.batch.fed = old.fed
+            self.batch.fed, self.batch.ahead = old.fed, old.ahead
             self.batch.left = list(range(len(old.fed)))
 
     def due_step(self) -> DueStep:

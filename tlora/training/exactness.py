@@ -10,7 +10,7 @@ and adapters are all in it; where their bits move the run is refused.
 import itertools
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -241,11 +241,13 @@ def run(model: SuperModel, batch: PackedBatch, *, evaluate: bool) -> dict[str, t
     """A training pass, which adds to the gradients, and perhaps an evaluation."""
     with torch.enable_grad(), model.routed(batch, train=True):
         losses = model.token_losses(batch)
-        loss.backward(losses, batch)
+        loss.backward(losses, batch.loss_scales)
     found = {"losses": losses.detach()}
     if evaluate:
         with torch.no_grad(), model.routed(batch, train=False):
             found["held-out losses"] = model.token_losses(batch)
+        with torch.no_grad(), model.routed(replace(batch, segments=[]), train=False):
+            found["losses without adapters"] = model.token_losses(batch)
     return found
 
 

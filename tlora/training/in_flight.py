@@ -12,18 +12,10 @@ import torch
 
 from tlora.core.errors import JobFailed
 from tlora.model.packing import PackedBatch, PackedSegment
-from tlora.training.batch import Batch, FedSequence
-from tlora.training.compose import Composition
+from tlora.training.batch import Batch, Passage
+from tlora.training.compose import Composition, Kind
 from tlora.training.engine_job import EngineJob
 from tlora.training.outcome import EvaluationDone, StepDone
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Passage:
-    """What one job has in the nano-batch."""
-
-    batch: Batch
-    fed: list[FedSequence]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +32,7 @@ class LaunchedEvaluation:
     job: EngineJob
     batch: Batch
     done: EvaluationDone
-    """But for its loss."""
+    """But for its loss and figures."""
 
     weights_are_finite: torch.Tensor
 
@@ -111,10 +103,16 @@ class InFlight:
         """Call `wait` before, and this once. Nothing is said of batches that were dropped."""
         found = Results()
         for passage, sums in zip(self.passages, self._loss_sums(), strict=True):
-            if not passage.batch.dropped:
+            if self._is_reference:
+                passage.batch.count_reference(passage.fed, sums)
+            elif not passage.batch.dropped:
                 passage.batch.count(passage.fed, sums)
+            if not passage.batch.dropped:
                 try:
-                    passage.batch.check_loss()
+                    if self._is_reference:
+                        passage.batch.check_reference()
+                    else:
+                        passage.batch.check_loss()
                 except JobFailed as failure:
                     passage.batch.dropped = True
                     found.failures.append(failure)
@@ -129,10 +127,17 @@ class InFlight:
             if not each.batch.dropped:
                 try:
                     each.job.check_weights(bool(each.weights_are_finite))
-                    found.evaluations.append(replace(each.done, loss=each.batch.loss))
+                    found.evaluations.append(self._evaluated(each))
                 except JobFailed as failure:
                     found.failures.append(failure)
         return found
+
+    @property
+    def _is_reference(self) -> bool:
+        return self.composition is not None and self.composition.kind is Kind.REFERENCE
+
+    def _evaluated(self, each: LaunchedEvaluation) -> EvaluationDone:
+        return replace(each.done, loss=each.batch.loss, figures=each.batch.tally.figures())
 
     def _loss_sums(self) -> list[list[float]]:
         """Per passage, the summed loss of each of its sequences, in double precision: figures that

@@ -24,17 +24,21 @@ class StepDone:
     nano_batches: int
     """Nano-batches this batch was spread over."""
 
+    figures: dict[str, float] = field(default_factory=dict[str, float])
+    """What else is known of its loss, by name (training/preference.py)."""
+
 
 @dataclass(frozen=True, slots=True)
 class EvaluationDone:
     job: str
     step: int
     loss: float
-    """Mean over all held-out trained tokens."""
+    """Mean over all held-out trained tokens, or pairs."""
 
     target_tokens: int
     tokens: int
     sequences: int
+    figures: dict[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True)

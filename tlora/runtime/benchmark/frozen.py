@@ -107,7 +107,7 @@ class OwnFrozen:
 
 def run_own(model: SuperModel, batch: PackedBatch) -> None:
     with model.routed(batch, train=True):
-        loss.backward(model.token_losses(batch), batch)
+        loss.backward(model.token_losses(batch), batch.loss_scales)
 
 
 def packed_for_nobody(rows: Sequence[TokenSequence], device: torch.device) -> PackedBatch:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from tlora.core import records
@@ -88,6 +88,7 @@ class Stepped(Record):
     tokens: int
     sequences: int
     nano_batches: int
+    figures: dict[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,7 @@ class Evaluated(Record):
     target_tokens: int
     tokens: int
     sequences: int
+    figures: dict[str, float] = field(default_factory=dict[str, float])
 
 
 @dataclass(frozen=True, slots=True)
