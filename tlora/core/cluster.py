@@ -56,6 +56,8 @@ class Node:
     number: int
     rack: int
     gpus: tuple[int, ...]
+    members: frozenset[int]
+    """The same GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,9 @@ class Cluster:
         rack_of = {gpu.node: gpu.rack for gpu in self.gpus}
         for gpu in self.gpus:
             found.setdefault(gpu.node, []).append(gpu.number)
-        return tuple(Node(node, rack_of[node], tuple(gpus)) for node, gpus in found.items())
+        return tuple(
+            Node(node, rack_of[node], tuple(gpus), frozenset(gpus)) for node, gpus in found.items()
+        )
 
     @cached_property
     def racks(self) -> tuple[Rack, ...]:

@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 
 from tlora.core.cluster import Cluster, Link, Tier
 from tlora.core.errors import SpecError
+from tlora.core.load import JobLoad
 from tlora.core.plan import Plan
 from tlora.core.request import JobRequest
 from tlora.costs.memory import BYTES_PER_ADAPTER_PARAMETER
@@ -53,6 +54,9 @@ class JobFigures:
 
     whole: "RoundWork"
     """A round with its whole batch."""
+
+    beside_s: float
+    """Of a batch's work on a device, what its rows do not say: attention and adapters."""
 
     solo_plan: Plan
     """A replica for every GPU it brings that a sequence can be found for, and the bucket that is
@@ -138,6 +142,9 @@ class BaseCosts:
             bucket: sorted(size * bucket / profile.budget_tokens for size in profile.buckets)
             for bucket in self.buckets
         }
+        self.least_s = {bucket: self.device_s(float(bucket), 0.0, 1.0) for bucket in self.buckets}
+        """Of a full nano-batch, whatever is in it."""
+
         self._usable_bytes = usable_bytes
         at_nothing = profile.memory.bytes(rows=0.0, adapter_parameters=0.0)
         self._knows_memory = at_nothing is not None
@@ -171,16 +178,26 @@ class BaseCosts:
         fullest replica."""
         part = fullest_part(work.sequences, replicas)
         rows = self.rows(work.tokens * part, bucket)
+        beside_s = (self.time.square_s * work.squares + work.lora_s) * part
+        after_s = self.after_s(work.steps, work.step_s, work.parameters, replicas, link)
+        return self.device_s(rows, beside_s, segments) + after_s, rows
+
+    def device_s(self, rows: float, beside_s: float, segments: float) -> float:
+        """Seconds of a nano-batch, forward and backward."""
         time = self.time
-        busy = time.row_s * rows + (time.square_s * work.squares + work.lora_s) * part
         seconds = time.fixed_s + time.segment_s * segments
-        seconds += smooth_max(time.flat_s, busy, time.sharpness)
-        passes = min(1.0, work.steps)
-        seconds += passes * self.pass_s + work.step_s
+        return seconds + smooth_max(time.flat_s, time.row_s * rows + beside_s, time.sharpness)
+
+    def after_s(
+        self, steps: float, step_s: float, parameters: float, replicas: int, link: Link | None
+    ) -> float:
+        """Seconds of the steps that follow a nano-batch."""
+        passes = min(1.0, steps)
+        seconds = passes * self.pass_s + step_s
         if replicas > 1 and link is not None:
             ring = 2 * (replicas - 1) / replicas
-            seconds += passes * link.latency_s + ring * 4 * work.parameters / link.bytes_per_s
-        return seconds, rows
+            seconds += passes * link.latency_s + ring * 4 * parameters / link.bytes_per_s
+        return seconds
 
     def memory_bytes(self, *, rows: float, longest: int, bucket: int, parameters: float) -> float:
         """At the peak, on the fullest GPU; 0 where it is not known."""
@@ -193,6 +210,22 @@ class BaseCosts:
 
     def fits(self, memory_bytes: float) -> bool:
         return self._usable_bytes is None or memory_bytes <= self._usable_bytes
+
+
+class Span(NamedTuple):
+    key: int
+    """Equal where the other two are."""
+
+    replicas: int
+    link: Link | None
+    """Between them; None within one GPU."""
+
+
+MOST_SPANS = 100_000
+"""Kept at a time: there are many ways to choose GPUs."""
+
+MOST_SHAPES = 10_000
+"""Likewise of jobs."""
 
 
 class Costs:
@@ -219,13 +252,19 @@ class Costs:
             for base, each in profiles.items()
         }
         self._figures: dict[str, JobFigures] = {}
-        self._links: dict[tuple[int, ...], Link | None] = {}
+        self._shapes: dict[tuple[str, JobLoad, int], JobFigures] = {}
+        self._spans: dict[tuple[int, ...], Span] = {}
 
-    def link(self, gpus: tuple[int, ...]) -> Link | None:
-        """Between these; None within one GPU."""
-        if gpus not in self._links:
-            self._links[gpus] = self.cluster.link(self.cluster.tier(gpus))
-        return self._links[gpus]
+    def span(self, gpus: tuple[int, ...]) -> Span:
+        """All that the price of a load on these GPUs depends on, but for their speeds."""
+        found = self._spans.get(gpus)
+        if found is None:
+            tier = self.cluster.tier(gpus)
+            found = Span(len(gpus) * len(Tier) + tier, len(gpus), self.cluster.link(tier))
+            if len(self._spans) >= MOST_SPANS:
+                self._spans.clear()
+            self._spans[gpus] = found
+        return found
 
     def base(self, name: str) -> BaseCosts:
         if name not in self._bases:
@@ -326,13 +365,27 @@ class Costs:
         return self.profile(base).attach_s if grows else 0.0
 
     def _new_figures(self, request: JobRequest) -> JobFigures:
+        """Many jobs are of one shape, and differ in what is predicted wrongly of them."""
+        shape = (request.base, request.load, request.gpus)
+        figures = self._shapes.get(shape)
+        if figures is None:
+            if len(self._shapes) >= MOST_SHAPES:
+                self._shapes.clear()
+            figures = self._shapes[shape] = self._figures_of(request)
+        if not self.error:
+            return figures
+        latent = _normal(self.seed, request.name)
+        step_s = figures.solo_step_s * self.mistake(latent, 1)
+        return replace(figures, latent=latent, solo_step_s=step_s)
+
+    def _figures_of(self, request: JobRequest) -> JobFigures:
+        """Without a mistake."""
         base, load = self.base(request.base), request.load
         profile = base.profile
         parameters = adapter_parameters(profile, load)
         step_s = profile.steps.job_s + profile.steps.parameter_s * parameters
         tokens = load.batch_tokens
         lora_s = load.coverage * (profile.time.lora_s + profile.time.rank_s * load.rank)
-        latent = _normal(self.seed, request.name)
         whole = RoundWork(
             tokens=tokens,
             squares=tokens * load.squares_per_token,
@@ -355,10 +408,11 @@ class Costs:
             mean_length=load.mean_length,
             longest=max(load.lengths),
             parameters=parameters,
-            latent=latent,
+            latent=0.0,
             whole=whole,
+            beside_s=profile.time.square_s * whole.squares + whole.lora_s,
             solo_plan=Plan(replicas=replicas, bucket=bucket),
-            solo_step_s=seconds * self.mistake(latent, 1),
+            solo_step_s=seconds,
         )
 
 

@@ -36,7 +36,8 @@ def fair_gpus(state: State) -> dict[str, float]:
 
 def dealt(amount: float, wanted: Sequence[float], weights: Sequence[float]) -> list[float]:
     """By weight, nobody more than wanted; what one leaves goes to the others."""
-    order = sorted(range(len(wanted)), key=lambda i: wanted[i] / weights[i])
+    levels = [want / weight for want, weight in zip(wanted, weights, strict=True)]
+    order = sorted(range(len(levels)), key=levels.__getitem__)
     heavy = sum(weights)
     result = [0.0] * len(wanted)
     for i in order:

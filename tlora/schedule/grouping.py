@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from tlora.core.decision import Reasons
 from tlora.schedule.board import Bin, Board
-from tlora.schedule.pieces import Piece
-from tlora.schedule.pricing import Load, Priced, load_of, no_worse
+from tlora.schedule.pieces import Load, Piece, Priced
+from tlora.schedule.pricing import no_worse
 
 CANDIDATES = 8
 """Groups looked at for one job."""
@@ -84,7 +84,7 @@ def carry_out(board: Board, piece: Piece, option: Option) -> None:
             bound_by=option.donor_priced.bound_by,
         )
     if option.target is None:
-        board.open([piece], option.gpus, option.priced)
+        board.open(piece.alone, option.gpus, option.priced)
     else:
         before += option.target.priced.worth
         board.put(piece, option.target, option.priced)
@@ -113,7 +113,7 @@ def widths(piece: Piece, most: int, widest: int | None = None) -> list[int]:
 def on_free(board: Board, piece: Piece, widest: int | None = None) -> Option | None:
     if not board.free:
         return None
-    load = load_of([piece])
+    load = piece.alone
     for count in widths(piece, len(board.free), widest):
         gpus = board.choose(count)
         if gpus is None:
@@ -135,7 +135,7 @@ def joins(board: Board, piece: Piece) -> Iterable[Option]:
 
 def donations(board: Board, piece: Piece, widest: int | None = None) -> Iterable[Option]:
     """A wide group goes on with fewer GPUs, and the job gets the others."""
-    alone = load_of([piece])
+    alone = piece.alone
     for donor in board.widest(CANDIDATES):
         for count in widths(piece, len(donor.gpus) - 1, widest):
             kept, given = split_gpus(board, donor, count)
@@ -230,4 +230,4 @@ def gifts(board: Board, taker: Bin | None) -> list[Gift]:
 
 def useful_replicas(load: Load) -> int:
     """More than a round has sequences are of no use."""
-    return max(1, int(load.work.sequences + 1e-9))
+    return max(1, int(load.sequences + 1e-9))

@@ -20,8 +20,8 @@ from tlora.schedule.grouping import (
     trade_gpus,
     useful_replicas,
 )
-from tlora.schedule.pieces import Piece
-from tlora.schedule.pricing import Load, Priced, load_of, no_worse
+from tlora.schedule.pieces import Load, Piece, Priced
+from tlora.schedule.pricing import no_worse
 from tlora.schedule.tolls import Tolls
 
 ROUNDS = 4
@@ -72,7 +72,7 @@ def _changes(board: Board, piece: Piece, movable: set[str], widest: int | None) 
         return
     rest = source.load.without(piece)
     rest_priced = board.price(rest, source.gpus)
-    alone = load_of([piece])
+    alone = piece.alone
     if no_worse(rest_priced, source.priced):
         for target in board.roomiest(piece.base, CANDIDATES):
             if target is not source:
@@ -138,7 +138,7 @@ def _swaps(
         for other in target.load.pieces:
             if other.name not in movable:
                 continue
-            one, two = rest.plus(other), target.load.without(other).plus(piece)
+            one, two = rest.plus(other), target.load.exchanged(other, piece)
             mine = board.price(one, source.gpus)
             if not no_worse(mine, source.priced):
                 continue
@@ -173,16 +173,16 @@ def _hand_overs(
             # One of the target's jobs takes the GPUs instead.
             for other in target.load.pieces:
                 if other.name in movable:
-                    without = target.load.without(other).plus(piece)
+                    without = target.load.exchanged(other, piece)
                     rest = board.price(without, target.gpus)
-                    mine = board.price(load_of([other]), source.gpus)
+                    mine = board.price(other.alone, source.gpus)
                     if rest.holds and mine.holds:
                         yield Change(
                             rest.worth + mine.worth - lost,
                             [
                                 (source, None, (), None),
                                 (target, without, target.gpus, rest),
-                                (None, load_of([other]), source.gpus, mine),
+                                (None, other.alone, source.gpus, mine),
                             ],
                         )
         pooled = (*target.gpus, *source.gpus)
@@ -236,23 +236,22 @@ def clear_out(
         which = board.bins.get(name)
         if which is None or any(piece.name not in movable for piece in which.load.pieces):
             continue
-        trial = board.copy()
+        memory, now = board.remember(), (board.running, board.worth)
         pieces = which.load.pieces
-        trial.rearrange([(trial.bins[name], None, (), None)])
-        freed = trial.free & set(which.gpus)
-        trial.free -= freed
+        board.rearrange([(which, None, (), None)])
+        freed = board.free & set(which.gpus)
+        board.free -= freed
         for piece in pieces:
-            trial.place[piece.name] = None
-        if not all(_best_join(trial, piece) for piece in sorted(pieces, key=_bulk)):
-            continue
-        trial.free |= freed
-        placed = place_waiting(trial, widest)
-        spread(trial, tolls, movable | {piece.name for piece in placed}, widest)
-        toll = tolls.of_moves(trial, pieces)
-        now, then = (board.running, board.worth), (trial.running, trial.worth - toll)
-        if then > (now[0], now[1] + EPSILON):
-            board.adopt(trial)
-            helped = True
+            board.place[piece.name] = None
+        if all(_best_join(board, piece) for piece in sorted(pieces, key=_bulk)):
+            board.free |= freed
+            placed = place_waiting(board, widest)
+            spread(board, tolls, movable | {piece.name for piece in placed}, widest)
+            then = (board.running, board.worth - tolls.of_moves(board, pieces))
+            if then > (now[0], now[1] + EPSILON):
+                helped = True
+                continue
+        board.go_back(memory)
     return helped
 
 
@@ -292,13 +291,13 @@ def _uses(
             for other in _most_pressing(which, movable):
                 rest_load = which.load.without(other)
                 rest = board.price(rest_load, which.gpus)
-                mine = board.price(load_of([other]), gpus)
+                mine = board.price(other.alone, gpus)
                 if mine.holds and no_worse(rest, which.priced):
                     yield Change(
                         rest.worth + mine.worth - which.priced.worth,
                         [
                             (which, rest_load, which.gpus, rest),
-                            (None, load_of([other]), gpus, mine),
+                            (None, other.alone, gpus, mine),
                         ],
                     )
 
@@ -373,7 +372,7 @@ def _exchange_one(board: Board, which: Bin, base: str) -> bool:
         load: Load | None = None
         priced: Priced | None = None
         for piece in sorted(waiting, key=order)[:CANDIDATES]:
-            trial = load.plus(piece) if load else load_of([piece])
+            trial = load.plus(piece) if load else piece.alone
             found = board.price(trial, which.gpus)
             if found.holds:
                 load, priced = trial, found

@@ -5,7 +5,6 @@ from tlora.core.decision import Reasons
 from tlora.schedule.board import Bin, Board
 from tlora.schedule.grouping import place
 from tlora.schedule.pieces import Piece
-from tlora.schedule.pricing import load_of
 from tlora.schedule.settings import Settings
 
 AHEAD = 0.95
@@ -39,7 +38,7 @@ def _make_way_for(board: Board, piece: Piece, settings: Settings) -> None:
             for each in which.load.pieces
         )
     )
-    alone = load_of([piece])
+    alone = piece.alone
     gpus = tuple(sorted(board.free))
     gone: list[Bin] = []
     useful = min(piece.figures.solo_plan.replicas, settings.max_replicas or len(board.cluster))
@@ -60,7 +59,7 @@ def _make_way_for(board: Board, piece: Piece, settings: Settings) -> None:
             board.why[each.name] = Reasons(
                 why=f"it is ahead of its due, and {piece.name} has waited too long"
             )
-        board.open([piece], mine, priced)
+        board.open(alone, mine, priced)
         board.why[piece.name] = Reasons(
             why=f"it has waited {piece.job.waited_s:.0f} s and others are ahead of their dues",
             before=before,

@@ -54,7 +54,7 @@ class Tlora:
             del pieces[decision.job]
         if not pieces:
             return list(refused)
-        board = Board(state, self.costs, pieces)
+        board = Board(state, self.costs, pieces, self.pieces.loads(state, pieces))
         ticks = any(isinstance(event, Tick) for event in events)
         self._place(board)
         if any(name is None for name in board.place.values()):
