@@ -17,7 +17,8 @@ from tlora.schedule.grouping import CANDIDATES, place_waiting
 from tlora.schedule.improving import clear_out, exchange, improve, spread
 from tlora.schedule.merging import Merging
 from tlora.schedule.pieces import Piece, Pieces
-from tlora.schedule.preempting import make_way
+from tlora.schedule.policy import Policy
+from tlora.schedule.preempting import make_way, next_patience_end
 from tlora.schedule.settings import Settings
 from tlora.schedule.tolls import Tolls
 
@@ -31,7 +32,7 @@ SEEDS = 1
 """Groups per tier that a tick tries to merge others into."""
 
 
-class Tlora:
+class Tlora(Policy):
     def __init__(self, costs: Costs, settings: Settings | None = None, name: str = "tlora") -> None:
         self.name = name
         self.costs = costs
@@ -68,6 +69,9 @@ class Tlora:
             names = {piece.name for piece in movable}
             self.merging.merge(board, names, self._widest, SEEDS)
         return [*refused, *board.decisions(everywhere=ticks)]
+
+    def look_by(self, state: State) -> float:
+        return next_patience_end(state, self.costs, self.settings)
 
     @property
     def _widest(self) -> int | None:
