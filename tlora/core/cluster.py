@@ -102,13 +102,17 @@ class Cluster:
 
     def tier(self, gpus: Iterable[int]) -> Tier:
         """The narrowest tier that holds all of these."""
-        places = [self.gpus[number] for number in gpus]
-        first = places[0]
-        if len(places) == 1:
+        first, *others = [self.gpus[number] for number in gpus]
+        if not others:
             return Tier.GPU
-        if all(gpu.node == first.node for gpu in places):
-            return Tier.NODE
-        return Tier.RACK if all(gpu.rack == first.rack for gpu in places) else Tier.CLUSTER
+        node, rack = first.node, first.rack
+        tier = Tier.NODE
+        for gpu in others:
+            if gpu.rack != rack:
+                return Tier.CLUSTER
+            if gpu.node != node:
+                tier = Tier.RACK
+        return tier
 
     def link(self, tier: Tier) -> Link | None:
         """None within one GPU."""

@@ -142,7 +142,12 @@ class BaseCosts:
             bucket: sorted(size * bucket / profile.budget_tokens for size in profile.buckets)
             for bucket in self.buckets
         }
-        self.least_s = {bucket: self.device_s(float(bucket), 0.0, 1.0) for bucket in self.buckets}
+        time = profile.time
+        self._time = (time.fixed_s, time.segment_s, time.flat_s, time.row_s, time.sharpness)
+        self.least_s = {
+            bucket: self.seconds(float(bucket), 0.0, 1.0, bucket, 0.0, 0.0, 0.0, 1, None)[0]
+            for bucket in self.buckets
+        }
         """Of a full nano-batch, whatever is in it."""
 
         self._usable_bytes = usable_bytes
@@ -177,39 +182,58 @@ class BaseCosts:
         """Seconds of a round, and the rows of its fullest replica. `segments` are those in the
         fullest replica."""
         part = fullest_part(work.sequences, replicas)
-        rows = self.rows(work.tokens * part, bucket)
         beside_s = (self.time.square_s * work.squares + work.lora_s) * part
-        after_s = self.after_s(work.steps, work.step_s, work.parameters, replicas, link)
-        return self.device_s(rows, beside_s, segments) + after_s, rows
+        return self.seconds(
+            work.tokens * part,
+            beside_s,
+            segments,
+            bucket,
+            work.steps,
+            work.step_s,
+            work.parameters,
+            replicas,
+            link,
+        )
 
-    def device_s(self, rows: float, beside_s: float, segments: float) -> float:
-        """Seconds of a nano-batch, forward and backward."""
-        time = self.time
-        seconds = time.fixed_s + time.segment_s * segments
-        return seconds + smooth_max(time.flat_s, time.row_s * rows + beside_s, time.sharpness)
-
-    def after_s(
-        self, steps: float, step_s: float, parameters: float, replicas: int, link: Link | None
-    ) -> float:
-        """Seconds of the steps that follow a nano-batch."""
-        passes = min(1.0, steps)
-        seconds = passes * self.pass_s + step_s
+    def seconds(
+        self,
+        tokens: float,
+        beside_s: float,
+        segments: float,
+        bucket: int,
+        steps: float,
+        step_s: float,
+        parameters: float,
+        replicas: int,
+        link: Link | None,
+    ) -> tuple[float, float]:
+        """The same from what its fullest replica has; `steps` and what follows are of all. In one
+        piece, because policies ask for little else."""
+        rows = self.rows(tokens, bucket)
+        fixed_s, segment_s, flat_s, row_s, sharpness = self._time
+        large, small = flat_s, row_s * rows + beside_s
+        if small > large:
+            large, small = small, large
+        if small > 0:
+            large *= (1 + (small / large) ** sharpness) ** (1 / sharpness)
+        passes = steps if steps < 1 else 1.0
+        seconds = fixed_s + segment_s * segments + large + passes * self.pass_s + step_s
         if replicas > 1 and link is not None:
             ring = 2 * (replicas - 1) / replicas
             seconds += passes * link.latency_s + ring * 4 * parameters / link.bytes_per_s
-        return seconds
+        return seconds, rows
 
-    def memory_bytes(self, *, rows: float, longest: int, bucket: int, parameters: float) -> float:
-        """At the peak, on the fullest GPU; 0 where it is not known."""
+    def memory(
+        self, rows: float, longest: int, bucket: int, parameters: float
+    ) -> tuple[float, bool]:
+        """Bytes at the peak, on the fullest GPU, and whether they fit; 0 where it is not known."""
         if not self._knows_memory:
-            return 0.0
+            return 0.0, True
         if longest > rows:
             rows = self.rows(float(longest), bucket)
-        adapters = BYTES_PER_ADAPTER_PARAMETER * parameters
-        return self._constant_bytes + self._row_bytes * rows + adapters
-
-    def fits(self, memory_bytes: float) -> bool:
-        return self._usable_bytes is None or memory_bytes <= self._usable_bytes
+        found = self._constant_bytes + self._row_bytes * rows
+        found += BYTES_PER_ADAPTER_PARAMETER * parameters
+        return found, self._usable_bytes is None or found <= self._usable_bytes
 
 
 class Span(NamedTuple):
@@ -320,18 +344,18 @@ class Costs:
             tokens / each.batch_tokens / seconds
             for tokens, each in zip(shares, figures, strict=True)
         )
-        memory = base.memory_bytes(
-            rows=rows,
-            longest=max(each.longest for each in figures),
-            bucket=plan.bucket,
-            parameters=sum(each.parameters for each in figures),
+        memory, fits = base.memory(
+            rows,
+            max(each.longest for each in figures),
+            plan.bucket,
+            sum(each.parameters for each in figures),
         )
         return GroupPrediction(
             round_s=seconds,
             tokens=tuple(shares),
             steps_per_s=steps_per_s,
             memory_bytes=memory or None,
-            fits=base.fits(memory),
+            fits=fits,
             worth=sum(
                 request.gpus * rate * each.solo_step_s
                 for request, rate, each in zip(requests, steps_per_s, figures, strict=True)
@@ -452,13 +476,6 @@ def shared_tokens(
         left -= shares[i]
         heavy -= weights[i]
     return shares
-
-
-def smooth_max(one: float, other: float, sharpness: float) -> float:
-    large, small = (one, other) if one > other else (other, one)
-    if small <= 0:
-        return large
-    return large * (1 + (small / large) ** sharpness) ** (1 / sharpness)
 
 
 def _with_kernel(profile: Profile, kernel: Kernel) -> Profile:

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tlora.core.cluster import Cluster
 from tlora.core.decision import Decision, Join, Move, Pause, Reasons, Resize, Start
@@ -20,6 +20,9 @@ WEIGHT_CHANGE = 0.05
 """Weights that changed by less, against each other, are not worth a decision."""
 
 
+NO_REASONS = Reasons(why="")
+
+
 @dataclass(slots=True, eq=False)
 class Bin:
     """A group, there already or planned."""
@@ -33,7 +36,7 @@ class Bin:
 
     board: "Board"
     is_new: bool = False
-    reasons: Reasons = field(default_factory=lambda: Reasons(why=""))
+    reasons: Reasons = NO_REASONS
 
     @property
     def priced(self) -> Priced:
@@ -80,6 +83,9 @@ class Board:
         self.is_contended = sum(each.gpus for each in pieces.values()) > state.up_gpus
         """Not every job can have the GPUs it brings."""
 
+        self.splits: dict[tuple[tuple[int, ...], int], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        """GPUs and a number of them -> those kept and those given."""
+
         self._chosen: dict[int, tuple[int, ...] | None] = {}
         self._free = set(state.free)
         self.bins: dict[str, Bin] = {}
@@ -94,8 +100,14 @@ class Board:
         self._keys: dict[str, float] = {}
         loads = group_loads(state, pieces) if loads is None else loads
         for name, group in state.groups.items():
-            self.bins[name] = Bin(name, group.base, group.gpus, loads[name], None, self)
-            self._file(self.bins[name])
+            which = Bin(name, group.base, group.gpus, loads[name], None, self)
+            self.bins[name] = which
+            self._keys[name] = key = which.pressure
+            self._by_base.setdefault(group.base, []).append((key, name))
+            if len(group.gpus) > 1:
+                self._wide.append((key, name))
+        for filed in (*self._by_base.values(), self._wide):
+            filed.sort()
 
     @property
     def free(self) -> set[int]:
@@ -109,7 +121,7 @@ class Board:
 
     def price(self, load: Load, gpus: tuple[int, ...]) -> Priced:
         speeds = self.state.speed
-        speed = min(speeds.get(gpu, 1.0) for gpu in gpus) if speeds else 1.0
+        speed = min([speeds.get(gpu, 1.0) for gpu in gpus]) if speeds else 1.0
         return self.pricing.price(load, self.costs.span(gpus), speed)
 
     def choose(self, count: int) -> tuple[int, ...] | None:
@@ -263,6 +275,8 @@ class Board:
         """What leads from the state to the board, in an order that can be carried out: what gives
         GPUs back comes first. `everywhere`: buckets and weights of a few groups that
         nothing happened to are brought up to date too."""
+        if not self.touched and not everywhere:
+            return []
         self._rename_taken_over()
         return _Telling(self).decisions(everywhere=everywhere)
 
@@ -295,6 +309,12 @@ class _Telling:
         self.weights = {name: dict(group.jobs) for name, group in groups.items()}
 
     def decisions(self, *, everywhere: bool) -> list[Decision]:
+        if self.board.touched:
+            self._tell_changes()
+        self._tell_stale(everywhere=everywhere)
+        return self.out
+
+    def _tell_changes(self) -> None:
         board = self.board
         moved: list[Piece] = []
         arriving: list[Piece] = []
@@ -329,6 +349,9 @@ class _Telling:
                 self._join(piece, name)
         for name in [each.name for each in board.bins.values() if each.is_new]:
             self._start(board.bins[name], starting[name])
+
+    def _tell_stale(self, *, everywhere: bool) -> None:
+        board = self.board
         due = self._due_for_a_look() if everywhere else set[str]()
         for name, which in board.bins.items():
             if which.is_new:
@@ -342,7 +365,6 @@ class _Telling:
                 continue
             if self._is_stale(which, slack):
                 self._resize(which)
-        return self.out
 
     def _due_for_a_look(self) -> set[str]:
         """A few groups that nothing happened to, others at every tick."""

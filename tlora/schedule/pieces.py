@@ -19,6 +19,9 @@ has just come is neither behind nor ahead."""
 CREDIT_LIMIT = 2.0
 """A tenant that was served too little (too much) is more (less) urgent by at most this factor."""
 
+LIKE = 0.02
+"""Jobs whose seconds differ by less are not worth a swap."""
+
 MOST_KEPT = 64
 """Loads that one remembers of those with a job more or less."""
 
@@ -96,6 +99,15 @@ class Piece:
             self.load = load_of((self,))
         return self.load
 
+    def is_like(self, other: "Piece") -> bool:
+        """No group would notice much if one were there instead of the other: ranks may differ."""
+        return (
+            self.figures.batch_tokens == other.figures.batch_tokens
+            and self.figures.longest == other.figures.longest
+            and abs(self.limit_s - other.limit_s) <= LIKE * self.limit_s
+            and abs(self.density - other.density) <= LIKE * self.density
+        )
+
     def owe(self, due: float) -> None:
         """So many GPUs."""
         request = self.job.request
@@ -109,23 +121,15 @@ class Piece:
 
 
 class Load:
-    """What the jobs of a group come to. Never changed, but for what it remembers.
-
-    Sums over the batches of all jobs, and over what each job is due in a second (`fair_`)."""
+    """What the jobs of a group come to: sums over their batches. Never changed, but for what it
+    remembers."""
 
     __slots__ = (
         "_less",
         "_more",
         "beside_s",
         "densest",
-        "fair_beside_s",
-        "fair_parameters",
-        "fair_sequences",
-        "fair_step_s",
-        "fair_steps",
         "fair_tokens",
-        "fair_worth",
-        "first_s",
         "latent",
         "limit_s",
         "longest",
@@ -135,8 +139,6 @@ class Load:
         "prices",
         "sequences",
         "step_s",
-        "strictest",
-        "strictest_name",
         "thinnest",
         "tokens",
         "worth",
@@ -153,12 +155,8 @@ class Load:
     """GPUs' worth x seconds."""
 
     fair_tokens: float
-    fair_beside_s: float
-    fair_sequences: float
-    fair_steps: float
-    fair_step_s: float
-    fair_parameters: float
-    fair_worth: float
+    """That the jobs are due in a second."""
+
     latent: float
     limit_s: float
     """Of the job that may be slowed least."""
@@ -166,13 +164,6 @@ class Load:
     pressed: str
     """That job."""
 
-    first_s: float
-    """When, at the fair rates, the first of the batches would be through."""
-
-    strictest: float
-    """The largest slowdown / bound, if all jobs run at their fair rates."""
-
-    strictest_name: str
     longest: int
     densest: float
     """GPUs' worth per token, of the job that has most of it."""
@@ -214,7 +205,7 @@ class Load:
 
     def _plus(self, piece: Piece) -> "Load":
         # As if `load_of` had gone on with one more, to the last digit.
-        figures, rate = piece.figures, piece.rate
+        figures = piece.figures
         _, _, _, sequences, _, step_s, parameters = figures.whole
         found = Load((*self.pieces, piece))
         found.tokens = self.tokens + figures.batch_tokens
@@ -224,20 +215,10 @@ class Load:
         found.parameters = self.parameters + parameters
         found.worth = self.worth + piece.worth_s
         found.fair_tokens = self.fair_tokens + piece.weight
-        found.fair_beside_s = self.fair_beside_s + rate * figures.beside_s
-        found.fair_sequences = self.fair_sequences + rate * sequences
-        found.fair_steps = self.fair_steps + rate
-        found.fair_step_s = self.fair_step_s + rate * step_s
-        found.fair_parameters = self.fair_parameters + rate * parameters
-        found.fair_worth = self.fair_worth + rate * piece.worth_s
         found.latent = self.latent + figures.latent
         presses = piece.limit_s < self.limit_s
         found.limit_s = piece.limit_s if presses else self.limit_s
         found.pressed = piece.name if presses else self.pressed
-        found.first_s = piece.first_s if piece.first_s < self.first_s else self.first_s
-        stricter = piece.strictness > self.strictest
-        found.strictest = piece.strictness if stricter else self.strictest
-        found.strictest_name = piece.name if stricter else self.strictest_name
         longest, density = figures.longest, piece.density
         found.longest = longest if longest > self.longest else self.longest
         found.densest = density if density > self.densest else self.densest
@@ -247,13 +228,12 @@ class Load:
 
 def load_of(pieces: Sequence[Piece]) -> Load:
     """Of at least one job."""
-    tokens = beside_s = sequences = step_s = parameters = worth = latent = 0.0
-    fair_tokens = fair_beside_s = fair_sequences = fair_steps = 0.0
-    fair_step_s = fair_parameters = fair_worth = strictest = densest = 0.0
-    limit_s = first_s = thinnest = float("inf")
-    pressed, strictest_name, longest = "", "", 0
+    tokens = beside_s = sequences = step_s = parameters = 0.0
+    worth = fair_tokens = latent = densest = 0.0
+    limit_s = thinnest = float("inf")
+    pressed, longest = "", 0
     for piece in pieces:
-        figures, rate = piece.figures, piece.rate
+        figures = piece.figures
         _, _, _, mine, _, my_step_s, my_parameters = figures.whole
         tokens += figures.batch_tokens
         beside_s += figures.beside_s
@@ -262,19 +242,9 @@ def load_of(pieces: Sequence[Piece]) -> Load:
         parameters += my_parameters
         worth += piece.worth_s
         fair_tokens += piece.weight
-        fair_beside_s += rate * figures.beside_s
-        fair_sequences += rate * mine
-        fair_steps += rate
-        fair_step_s += rate * my_step_s
-        fair_parameters += rate * my_parameters
-        fair_worth += rate * piece.worth_s
         latent += figures.latent
         if piece.limit_s < limit_s:
             limit_s, pressed = piece.limit_s, piece.name
-        if piece.first_s < first_s:
-            first_s = piece.first_s
-        if piece.strictness > strictest:
-            strictest, strictest_name = piece.strictness, piece.name
         if figures.longest > longest:
             longest = figures.longest
         if piece.density > densest:
@@ -283,13 +253,10 @@ def load_of(pieces: Sequence[Piece]) -> Load:
             thinnest = piece.density
     load = Load(tuple(pieces))
     load.tokens, load.beside_s, load.sequences = tokens, beside_s, sequences
-    load.step_s, load.parameters, load.worth, load.latent = step_s, parameters, worth, latent
-    load.fair_tokens, load.fair_beside_s = fair_tokens, fair_beside_s
-    load.fair_sequences, load.fair_steps = fair_sequences, fair_steps
-    load.fair_step_s, load.fair_parameters = fair_step_s, fair_parameters
-    load.fair_worth, load.limit_s, load.pressed = fair_worth, limit_s, pressed
-    load.first_s, load.strictest, load.strictest_name = first_s, strictest, strictest_name
-    load.longest, load.densest, load.thinnest = longest, densest, thinnest
+    load.step_s, load.parameters, load.worth = step_s, parameters, worth
+    load.fair_tokens, load.latent, load.longest = fair_tokens, latent, longest
+    load.limit_s, load.pressed = limit_s, pressed
+    load.densest, load.thinnest = densest, thinnest
     return load
 
 

@@ -1,9 +1,4 @@
-"""What some jobs on some GPUs come to, under the best bucket.
-
-Where a nano-batch is full before every batch is in, its tokens are dealt by weight, which is what
-each job is due in a second. Unless one of the batches is through by that, the round is what all of
-them are due in some seconds, and its price follows from the load's sums without a look at its jobs.
-"""
+"""What some jobs on some GPUs come to, under the best bucket."""
 
 from operator import attrgetter
 
@@ -62,7 +57,10 @@ class Pricing:
                 # Smaller ones are better only where padding or a bound made the larger ones bad.
                 # They cannot be worth more than if all tokens were of the densest job, and cost
                 # what the backbone costs.
-                most = load.densest * bucket * replicas / (base.least_s[bucket] * pace)
+                least_s = base.least_s[bucket]
+                if replicas == 1:
+                    least_s += base.time.segment_s * (len(load.pieces) - 1)
+                most = load.densest * bucket * replicas / (least_s * pace)
                 if most * (1 + ROUNDING) <= best.worth:
                     break
                 found = self._shared(base, load, bucket, replicas, link, pace)
@@ -91,9 +89,17 @@ class Pricing:
             segments = 0.0
             for piece in load.pieces:
                 segments += min(1.0, piece.figures.whole.sequences * part)
-        rows = base.rows(load.tokens * part, bucket)
-        seconds = base.device_s(rows, load.beside_s * part, segments)
-        seconds += base.after_s(1.0, load.step_s, load.parameters, replicas, link)
+        seconds, rows = base.seconds(
+            load.tokens * part,
+            load.beside_s * part,
+            segments,
+            bucket,
+            1.0,
+            load.step_s,
+            load.parameters,
+            replicas,
+            link,
+        )
         seconds *= pace
         breach = seconds / load.limit_s
         found = _priced(base, load, bucket, rows, load.worth / seconds, breach, load.pressed)
@@ -109,39 +115,14 @@ class Pricing:
         pace: float,
     ) -> Priced:
         """Nano-batches that are full before every batch is in."""
-        capacity = bucket * replicas
-        time_s = capacity / load.fair_tokens
-        if time_s > load.first_s:
-            return self._dealt(base, load, bucket, replicas, link, pace)
-        part, segments = 1.0, float(len(load.pieces))
-        if replicas > 1:
-            part = fullest_part(load.fair_sequences * time_s, replicas)
-            segments = 0.0
-            for piece in load.pieces:
-                segments += min(1.0, piece.weight / piece.figures.mean_length * time_s * part)
-        rows = base.rows(capacity * part, bucket)
-        seconds = base.device_s(rows, load.fair_beside_s * time_s * part, segments)
-        steps, step_s = load.fair_steps * time_s, load.fair_step_s * time_s
-        seconds += base.after_s(steps, step_s, load.fair_parameters * time_s, replicas, link)
-        seconds *= pace
-        breach = seconds / time_s * load.strictest
-        worth = load.fair_worth * time_s / seconds
-        return _priced(base, load, bucket, rows, worth, breach, load.strictest_name)
-
-    def _dealt(
-        self,
-        base: BaseCosts,
-        load: Load,
-        bucket: int,
-        replicas: int,
-        link: Link | None,
-        pace: float,
-    ) -> Priced:
-        """The same where some batches are through: what they leave goes to the others."""
+        # Tokens are dealt by weight, which is what a job is due in a second. What those whose batch
+        # is through by that leave goes to the others, so that all of these get what they are due
+        # in some seconds.
         left, heavy = float(bucket * replicas), load.fair_tokens
         order = sorted(load.pieces, key=_first_s)
         through = 0
-        for piece in order:
+        # The last one has never enough.
+        for piece in order[:-1]:
             if piece.first_s * heavy > left:
                 break
             left -= piece.figures.batch_tokens
@@ -170,9 +151,17 @@ class Pricing:
             for place, piece in enumerate(order):
                 mine = 1.0 if place < through else piece.rate * time_s
                 segments += min(1.0, piece.figures.whole[3] * mine * part)
-        rows = base.rows(bucket * replicas * part, bucket)
-        seconds = base.device_s(rows, beside_s * part, segments)
-        seconds += base.after_s(steps, step_s, parameters, replicas, link)
+        seconds, rows = base.seconds(
+            bucket * replicas * part,
+            beside_s * part,
+            segments,
+            bucket,
+            steps,
+            step_s,
+            parameters,
+            replicas,
+            link,
+        )
         seconds *= pace
         return _priced(base, load, bucket, rows, worth / seconds, breach * seconds, pressed)
 
@@ -186,12 +175,8 @@ def _priced(
     breach: float,
     pressed: str,
 ) -> Priced:
-    memory = base.memory_bytes(
-        rows=rows, longest=load.longest, bucket=bucket, parameters=load.parameters
-    )
-    fits = base.fits(memory)
-    holds = fits and breach <= 1 + ROUNDING
-    return Priced(bucket, worth, breach, pressed, memory, fits, holds)
+    memory, fits = base.memory(rows, load.longest, bucket, load.parameters)
+    return Priced(bucket, worth, breach, pressed, memory, fits, fits and breach <= 1 + ROUNDING)
 
 
 def _better(one: Priced, other: Priced) -> bool:

@@ -25,7 +25,7 @@ class Settings:
 
     budget: int = 100
     """Prices that a turn may ask for to improve on what was placed: this for each job that was, and
-    32 times this in all."""
+    32 times this in all (8 times where hundreds are placed at once)."""
 
     audit: bool = False
     """Count how often a scan would have found a better cut than the binary search; slower."""
