@@ -34,12 +34,19 @@ def test_priority_counts_within_a_tenant_and_shares_between_tenants() -> None:
     jobs = [request(f"a{i}", tenant="a") for i in range(3)]
     vip = request("vip", tenant="a", priority=3.0)
     other = request("b", tenant="b", batch=8, gpus=8)
-    due = fair_gpus(state_of(4, *jobs, vip, other))
+    due = fair_gpus(state_of(4, *jobs, vip, other, shares={"a": 1.0}))
     assert due["b"] == pytest.approx(2.0)
     assert due["vip"] == pytest.approx(1.0)
     assert due["a0"] == pytest.approx(1 / 3)
     due = fair_gpus(state_of(4, *jobs, vip, other, shares={"b": 3.0}))
     assert due["b"] == pytest.approx(3.0)
+
+
+def test_where_no_tenant_has_a_share_all_jobs_are_due_alike() -> None:
+    """Whoever sends many jobs is due many parts."""
+    jobs = [request(f"a{i}", tenant="a") for i in range(3)]
+    due = fair_gpus(state_of(2, *jobs, request("b", tenant="b")))
+    assert set(due.values()) == {0.5}
 
 
 def test_jobs_beyond_the_limit_are_due_nothing_and_lost_gpus_are_not_dealt() -> None:

@@ -45,7 +45,9 @@ class Loop:
             self.step()
 
     def step(self) -> None:
-        until = self.state.now + self.tick_s if self.state.jobs else float("inf")
+        until = float("inf")
+        if self.state.jobs:
+            until = min(self.state.now + self.tick_s, self.policy.look_by(self.state))
         events = tuple(self.executor.wait(until))
         if not events:
             stuck = self.executor.idle and not self.state.groups

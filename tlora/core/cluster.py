@@ -56,6 +56,8 @@ class Node:
     number: int
     rack: int
     gpus: tuple[int, ...]
+    members: frozenset[int]
+    """The same GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,9 @@ class Cluster:
         rack_of = {gpu.node: gpu.rack for gpu in self.gpus}
         for gpu in self.gpus:
             found.setdefault(gpu.node, []).append(gpu.number)
-        return tuple(Node(node, rack_of[node], tuple(gpus)) for node, gpus in found.items())
+        return tuple(
+            Node(node, rack_of[node], tuple(gpus), frozenset(gpus)) for node, gpus in found.items()
+        )
 
     @cached_property
     def racks(self) -> tuple[Rack, ...]:
@@ -98,13 +102,17 @@ class Cluster:
 
     def tier(self, gpus: Iterable[int]) -> Tier:
         """The narrowest tier that holds all of these."""
-        places = [self.gpus[number] for number in gpus]
-        first = places[0]
-        if len(places) == 1:
+        first, *others = [self.gpus[number] for number in gpus]
+        if not others:
             return Tier.GPU
-        if all(gpu.node == first.node for gpu in places):
-            return Tier.NODE
-        return Tier.RACK if all(gpu.rack == first.rack for gpu in places) else Tier.CLUSTER
+        node, rack = first.node, first.rack
+        tier = Tier.NODE
+        for gpu in others:
+            if gpu.rack != rack:
+                return Tier.CLUSTER
+            if gpu.node != node:
+                tier = Tier.RACK
+        return tier
 
     def link(self, tier: Tier) -> Link | None:
         """None within one GPU."""

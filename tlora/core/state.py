@@ -84,7 +84,8 @@ class GroupState:
 class State:
     cluster: Cluster
     shares: dict[str, float] = field(default_factory=dict[str, float])
-    """Tenant -> its part of the cluster; a tenant that is not named has 1."""
+    """Tenant -> its part of the cluster; a tenant that is not named has 1. Empty: tenants do not
+    matter, all jobs are due alike."""
 
     max_runnable: int | None = None
     """Jobs beyond so many, in order of arrival, are not looked at until others end."""

@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 
 from tlora.core.cluster import Cluster, Link, Tier
 from tlora.core.errors import SpecError
+from tlora.core.load import JobLoad
 from tlora.core.plan import Plan
 from tlora.core.request import JobRequest
 from tlora.costs.memory import BYTES_PER_ADAPTER_PARAMETER
@@ -53,6 +54,9 @@ class JobFigures:
 
     whole: "RoundWork"
     """A round with its whole batch."""
+
+    beside_s: float
+    """Of a batch's work on a device, what its rows do not say: attention and adapters."""
 
     solo_plan: Plan
     """A replica for every GPU it brings that a sequence can be found for, and the bucket that is
@@ -138,6 +142,14 @@ class BaseCosts:
             bucket: sorted(size * bucket / profile.budget_tokens for size in profile.buckets)
             for bucket in self.buckets
         }
+        time = profile.time
+        self._time = (time.fixed_s, time.segment_s, time.flat_s, time.row_s, time.sharpness)
+        self.least_s = {
+            bucket: self.seconds(float(bucket), 0.0, 1.0, bucket, 0.0, 0.0, 0.0, 1, None)[0]
+            for bucket in self.buckets
+        }
+        """Of a full nano-batch, whatever is in it."""
+
         self._usable_bytes = usable_bytes
         at_nothing = profile.memory.bytes(rows=0.0, adapter_parameters=0.0)
         self._knows_memory = at_nothing is not None
@@ -170,29 +182,74 @@ class BaseCosts:
         """Seconds of a round, and the rows of its fullest replica. `segments` are those in the
         fullest replica."""
         part = fullest_part(work.sequences, replicas)
-        rows = self.rows(work.tokens * part, bucket)
-        time = self.time
-        busy = time.row_s * rows + (time.square_s * work.squares + work.lora_s) * part
-        seconds = time.fixed_s + time.segment_s * segments
-        seconds += smooth_max(time.flat_s, busy, time.sharpness)
-        passes = min(1.0, work.steps)
-        seconds += passes * self.pass_s + work.step_s
+        beside_s = (self.time.square_s * work.squares + work.lora_s) * part
+        return self.seconds(
+            work.tokens * part,
+            beside_s,
+            segments,
+            bucket,
+            work.steps,
+            work.step_s,
+            work.parameters,
+            replicas,
+            link,
+        )
+
+    def seconds(
+        self,
+        tokens: float,
+        beside_s: float,
+        segments: float,
+        bucket: int,
+        steps: float,
+        step_s: float,
+        parameters: float,
+        replicas: int,
+        link: Link | None,
+    ) -> tuple[float, float]:
+        """The same from what its fullest replica has; `steps` and what follows are of all. In one
+        piece, because policies ask for little else."""
+        rows = self.rows(tokens, bucket)
+        fixed_s, segment_s, flat_s, row_s, sharpness = self._time
+        large, small = flat_s, row_s * rows + beside_s
+        if small > large:
+            large, small = small, large
+        if small > 0:
+            large *= (1 + (small / large) ** sharpness) ** (1 / sharpness)
+        passes = steps if steps < 1 else 1.0
+        seconds = fixed_s + segment_s * segments + large + passes * self.pass_s + step_s
         if replicas > 1 and link is not None:
             ring = 2 * (replicas - 1) / replicas
-            seconds += passes * link.latency_s + ring * 4 * work.parameters / link.bytes_per_s
+            seconds += passes * link.latency_s + ring * 4 * parameters / link.bytes_per_s
         return seconds, rows
 
-    def memory_bytes(self, *, rows: float, longest: int, bucket: int, parameters: float) -> float:
-        """At the peak, on the fullest GPU; 0 where it is not known."""
+    def memory(
+        self, rows: float, longest: int, bucket: int, parameters: float
+    ) -> tuple[float, bool]:
+        """Bytes at the peak, on the fullest GPU, and whether they fit; 0 where it is not known."""
         if not self._knows_memory:
-            return 0.0
+            return 0.0, True
         if longest > rows:
             rows = self.rows(float(longest), bucket)
-        adapters = BYTES_PER_ADAPTER_PARAMETER * parameters
-        return self._constant_bytes + self._row_bytes * rows + adapters
+        found = self._constant_bytes + self._row_bytes * rows
+        found += BYTES_PER_ADAPTER_PARAMETER * parameters
+        return found, self._usable_bytes is None or found <= self._usable_bytes
 
-    def fits(self, memory_bytes: float) -> bool:
-        return self._usable_bytes is None or memory_bytes <= self._usable_bytes
+
+class Span(NamedTuple):
+    key: int
+    """Equal where the other two are."""
+
+    replicas: int
+    link: Link | None
+    """Between them; None within one GPU."""
+
+
+MOST_SPANS = 100_000
+"""Kept at a time: there are many ways to choose GPUs."""
+
+MOST_SHAPES = 10_000
+"""Likewise of jobs."""
 
 
 class Costs:
@@ -219,13 +276,19 @@ class Costs:
             for base, each in profiles.items()
         }
         self._figures: dict[str, JobFigures] = {}
-        self._links: dict[tuple[int, ...], Link | None] = {}
+        self._shapes: dict[tuple[str, JobLoad, int], JobFigures] = {}
+        self._spans: dict[tuple[int, ...], Span] = {}
 
-    def link(self, gpus: tuple[int, ...]) -> Link | None:
-        """Between these; None within one GPU."""
-        if gpus not in self._links:
-            self._links[gpus] = self.cluster.link(self.cluster.tier(gpus))
-        return self._links[gpus]
+    def span(self, gpus: tuple[int, ...]) -> Span:
+        """All that the price of a load on these GPUs depends on, but for their speeds."""
+        found = self._spans.get(gpus)
+        if found is None:
+            tier = self.cluster.tier(gpus)
+            found = Span(len(gpus) * len(Tier) + tier, len(gpus), self.cluster.link(tier))
+            if len(self._spans) >= MOST_SPANS:
+                self._spans.clear()
+            self._spans[gpus] = found
+        return found
 
     def base(self, name: str) -> BaseCosts:
         if name not in self._bases:
@@ -281,18 +344,18 @@ class Costs:
             tokens / each.batch_tokens / seconds
             for tokens, each in zip(shares, figures, strict=True)
         )
-        memory = base.memory_bytes(
-            rows=rows,
-            longest=max(each.longest for each in figures),
-            bucket=plan.bucket,
-            parameters=sum(each.parameters for each in figures),
+        memory, fits = base.memory(
+            rows,
+            max(each.longest for each in figures),
+            plan.bucket,
+            sum(each.parameters for each in figures),
         )
         return GroupPrediction(
             round_s=seconds,
             tokens=tuple(shares),
             steps_per_s=steps_per_s,
             memory_bytes=memory or None,
-            fits=base.fits(memory),
+            fits=fits,
             worth=sum(
                 request.gpus * rate * each.solo_step_s
                 for request, rate, each in zip(requests, steps_per_s, figures, strict=True)
@@ -326,13 +389,27 @@ class Costs:
         return self.profile(base).attach_s if grows else 0.0
 
     def _new_figures(self, request: JobRequest) -> JobFigures:
+        """Many jobs are of one shape, and differ in what is predicted wrongly of them."""
+        shape = (request.base, request.load, request.gpus)
+        figures = self._shapes.get(shape)
+        if figures is None:
+            if len(self._shapes) >= MOST_SHAPES:
+                self._shapes.clear()
+            figures = self._shapes[shape] = self._figures_of(request)
+        if not self.error:
+            return figures
+        latent = _normal(self.seed, request.name)
+        step_s = figures.solo_step_s * self.mistake(latent, 1)
+        return replace(figures, latent=latent, solo_step_s=step_s)
+
+    def _figures_of(self, request: JobRequest) -> JobFigures:
+        """Without a mistake."""
         base, load = self.base(request.base), request.load
         profile = base.profile
         parameters = adapter_parameters(profile, load)
         step_s = profile.steps.job_s + profile.steps.parameter_s * parameters
         tokens = load.batch_tokens
         lora_s = load.coverage * (profile.time.lora_s + profile.time.rank_s * load.rank)
-        latent = _normal(self.seed, request.name)
         whole = RoundWork(
             tokens=tokens,
             squares=tokens * load.squares_per_token,
@@ -355,10 +432,11 @@ class Costs:
             mean_length=load.mean_length,
             longest=max(load.lengths),
             parameters=parameters,
-            latent=latent,
+            latent=0.0,
             whole=whole,
+            beside_s=profile.time.square_s * whole.squares + whole.lora_s,
             solo_plan=Plan(replicas=replicas, bucket=bucket),
-            solo_step_s=seconds * self.mistake(latent, 1),
+            solo_step_s=seconds,
         )
 
 
@@ -398,13 +476,6 @@ def shared_tokens(
         left -= shares[i]
         heavy -= weights[i]
     return shares
-
-
-def smooth_max(one: float, other: float, sharpness: float) -> float:
-    large, small = (one, other) if one > other else (other, one)
-    if small <= 0:
-        return large
-    return large * (1 + (small / large) ** sharpness) ** (1 / sharpness)
 
 
 def _with_kernel(profile: Profile, kernel: Kernel) -> Profile:

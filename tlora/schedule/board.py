@@ -1,24 +1,26 @@
 """The groups as a policy would have them: changed on paper first, then told as decisions."""
 
-import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from tlora.core.cluster import Cluster
 from tlora.core.decision import Decision, Join, Move, Pause, Reasons, Resize, Start
 from tlora.core.plan import Plan
 from tlora.core.state import State
 from tlora.costs.groups import Costs
-from tlora.schedule.pieces import Piece
+from tlora.schedule.pieces import Load, Piece, Priced, group_loads
 from tlora.schedule.placement import choose_gpus
-from tlora.schedule.pricing import Load, Priced, Pricing, load_of
+from tlora.schedule.pricing import Pricing
 
 LOOKS = 8
 """Groups whose bucket and weights are brought up to date at a tick."""
 
 WEIGHT_CHANGE = 0.05
 """Weights that changed by less, against each other, are not worth a decision."""
+
+
+NO_REASONS = Reasons(why="")
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +36,7 @@ class Bin:
 
     board: "Board"
     is_new: bool = False
-    reasons: Reasons = field(default_factory=lambda: Reasons(why=""))
+    reasons: Reasons = NO_REASONS
 
     @property
     def priced(self) -> Priced:
@@ -46,11 +48,33 @@ class Bin:
     def pressure(self) -> float:
         """Tokens of a round on one GPU for each second that a step may take: near to what it is
         in breach of its bounds, and known without a price."""
-        return self.load.work.tokens / len(self.gpus) / self.load.limit_s
+        return self.load.tokens / len(self.gpus) / self.load.limit_s
+
+
+@dataclass(slots=True)
+class Memory:
+    """A board as it once was."""
+
+    free: set[int]
+    bins: list[tuple[Bin, tuple[int, ...], Load, Priced | None, Reasons]]
+    place: dict[str, str | None]
+    why: dict[str, Reasons]
+    touched: set[str]
+    next_group: int
+    by_base: dict[str, list[tuple[float, str]]]
+    wide: list[tuple[float, str]]
+    keys: dict[str, float]
 
 
 class Board:
-    def __init__(self, state: State, costs: Costs, pieces: dict[str, Piece]) -> None:
+    def __init__(
+        self,
+        state: State,
+        costs: Costs,
+        pieces: dict[str, Piece],
+        loads: Mapping[str, Load] | None = None,
+    ) -> None:
+        """`loads`: of the groups, where that is known."""
         self.state = state
         self.costs = costs
         self.cluster: Cluster = state.cluster
@@ -59,7 +83,11 @@ class Board:
         self.is_contended = sum(each.gpus for each in pieces.values()) > state.up_gpus
         """Not every job can have the GPUs it brings."""
 
-        self.free = set(state.free)
+        self.splits: dict[tuple[tuple[int, ...], int], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        """GPUs and a number of them -> those kept and those given."""
+
+        self._chosen: dict[int, tuple[int, ...] | None] = {}
+        self._free = set(state.free)
         self.bins: dict[str, Bin] = {}
         self.place: dict[str, str | None] = {name: pieces[name].job.group for name in pieces}
         self.why: dict[str, Reasons] = {}
@@ -70,33 +98,45 @@ class Board:
         self._by_base: dict[str, list[tuple[float, str]]] = {}
         self._wide: list[tuple[float, str]] = []
         self._keys: dict[str, float] = {}
-        for group in state.groups.values():
-            load = load_of([pieces[name] for name in group.jobs])
-            self.bins[group.name] = Bin(group.name, group.base, group.gpus, load, None, self)
-            self._file(self.bins[group.name])
+        loads = group_loads(state, pieces) if loads is None else loads
+        for name, group in state.groups.items():
+            which = Bin(name, group.base, group.gpus, loads[name], None, self)
+            self.bins[name] = which
+            self._keys[name] = key = which.pressure
+            self._by_base.setdefault(group.base, []).append((key, name))
+            if len(group.gpus) > 1:
+                self._wide.append((key, name))
+        for filed in (*self._by_base.values(), self._wide):
+            filed.sort()
+
+    @property
+    def free(self) -> set[int]:
+        """Changed only by assignment: what was chosen from it is remembered."""
+        return self._free
+
+    @free.setter
+    def free(self, gpus: set[int]) -> None:
+        self._free = gpus
+        self._chosen = {}
 
     def price(self, load: Load, gpus: tuple[int, ...]) -> Priced:
         speeds = self.state.speed
-        speed = min(speeds.get(gpu, 1.0) for gpu in gpus) if speeds else 1.0
-        link = self.costs.link(gpus) if len(gpus) > 1 else None
-        return self.pricing.price(load, len(gpus), link, speed)
+        speed = min([speeds.get(gpu, 1.0) for gpu in gpus]) if speeds else 1.0
+        return self.pricing.price(load, self.costs.span(gpus), speed)
 
-    def choose(self, count: int, near: Sequence[int] = ()) -> tuple[int, ...] | None:
-        """Free GPUs: beside `near` where they fit, at full speed before slowed ones."""
-        speeds = self.state.speed
-        good = {gpu for gpu in self.free if speeds.get(gpu, 1.0) == 1.0} if speeds else self.free
-        if len(good) < count:
-            good = self.free
-        if near:
-            nodes = {self.cluster.gpus[gpu].node for gpu in near}
-            beside = [gpu for gpu in sorted(good) if self.cluster.gpus[gpu].node in nodes]
-            if len(beside) >= count:
-                return tuple(beside[:count])
-        return choose_gpus(self.cluster, good, count)
+    def choose(self, count: int) -> tuple[int, ...] | None:
+        """Free GPUs, at full speed before slowed ones."""
+        if count not in self._chosen:
+            speeds, good = self.state.speed, self._free
+            if speeds:
+                good = {gpu for gpu in good if speeds.get(gpu, 1.0) == 1.0}
+            if len(good) < count:
+                good = self._free
+            self._chosen[count] = choose_gpus(self.cluster, good, count)
+        return self._chosen[count]
 
-    def open(self, pieces: Iterable[Piece], gpus: tuple[int, ...], priced: Priced) -> Bin:
+    def open(self, load: Load, gpus: tuple[int, ...], priced: Priced) -> Bin:
         """A new group of jobs that are in none."""
-        load = load_of(list(pieces))
         found = Bin(f"g{self._next}", load.pieces[0].base, gpus, load, priced, self, is_new=True)
         self._next += 1
         self.bins[found.name] = found
@@ -134,24 +174,32 @@ class Board:
         self._file(which)
         self._refile(which, priced)
 
-    def copy(self) -> "Board":
-        """For trying something that takes several changes; `adopt` takes it over."""
-        other = Board.__new__(Board)
-        other.__dict__.update(self.__dict__)
-        other.free = set(self.free)
-        other.bins = {name: replace(each, board=other) for name, each in self.bins.items()}
-        other.place = dict(self.place)
-        other.why = dict(self.why)
-        other.touched = set(self.touched)
-        other._by_base = {base: list(each) for base, each in self._by_base.items()}
-        other._wide = list(self._wide)
-        other._keys = dict(self._keys)
-        return other
+    def remember(self) -> Memory:
+        """For trying something that takes several changes; `go_back` undoes them."""
+        return Memory(
+            free=set(self.free),
+            bins=[
+                (each, each.gpus, each.load, each.known, each.reasons)
+                for each in self.bins.values()
+            ],
+            place=dict(self.place),
+            why=dict(self.why),
+            touched=set(self.touched),
+            next_group=self._next,
+            by_base={base: list(each) for base, each in self._by_base.items()},
+            wide=list(self._wide),
+            keys=dict(self._keys),
+        )
 
-    def adopt(self, other: "Board") -> None:
-        self.__dict__.update(other.__dict__)
-        for each in self.bins.values():
-            each.board = self
+    def go_back(self, memory: Memory) -> None:
+        """To what was remembered, which is used up by it."""
+        self.bins = {}
+        for which, gpus, load, known, reasons in memory.bins:
+            which.gpus, which.load, which.known, which.reasons = gpus, load, known, reasons
+            self.bins[which.name] = which
+        self.free, self.place, self.why = memory.free, memory.place, memory.why
+        self.touched, self._next = memory.touched, memory.next_group
+        self._by_base, self._wide, self._keys = memory.by_base, memory.wide, memory.keys
 
     @property
     def running(self) -> int:
@@ -174,7 +222,7 @@ class Board:
             if load is None or priced is None:
                 continue
             if which is None:
-                self.open(load.pieces, gpus, priced)
+                self.open(load, gpus, priced)
                 continue
             which.load, which.gpus, which.known = load, gpus, priced
             self.free -= set(gpus)
@@ -227,14 +275,17 @@ class Board:
         """What leads from the state to the board, in an order that can be carried out: what gives
         GPUs back comes first. `everywhere`: buckets and weights of a few groups that
         nothing happened to are brought up to date too."""
+        if not self.touched and not everywhere:
+            return []
         self._rename_taken_over()
         return _Telling(self).decisions(everywhere=everywhere)
 
     def _rename_taken_over(self) -> None:
         """A group that none of its jobs stays in ends on the way: what is there then is new."""
         for name, which in list(self.bins.items()):
-            stays = any(piece.job.group == name for piece in which.load.pieces)
-            if which.is_new or stays:
+            if name not in self.touched or which.is_new:
+                continue
+            if any(piece.job.group == name for piece in which.load.pieces):
                 continue
             self._unfile(which)
             del self.bins[name]
@@ -258,6 +309,12 @@ class _Telling:
         self.weights = {name: dict(group.jobs) for name, group in groups.items()}
 
     def decisions(self, *, everywhere: bool) -> list[Decision]:
+        if self.board.touched:
+            self._tell_changes()
+        self._tell_stale(everywhere=everywhere)
+        return self.out
+
+    def _tell_changes(self) -> None:
         board = self.board
         moved: list[Piece] = []
         arriving: list[Piece] = []
@@ -274,7 +331,7 @@ class _Telling:
             else:
                 moved.append(piece)
         for name, which in board.bins.items():
-            if which.is_new:
+            if which.is_new or which.gpus == self.gpus[name]:
                 continue
             kept = tuple(gpu for gpu in self.gpus[name] if gpu in which.gpus)
             if kept and len(kept) < len(self.gpus[name]):
@@ -292,17 +349,22 @@ class _Telling:
                 self._join(piece, name)
         for name in [each.name for each in board.bins.values() if each.is_new]:
             self._start(board.bins[name], starting[name])
+
+    def _tell_stale(self, *, everywhere: bool) -> None:
+        board = self.board
         due = self._due_for_a_look() if everywhere else set[str]()
         for name, which in board.bins.items():
             if which.is_new:
                 continue
-            slack = WEIGHT_CHANGE if name in due else math.inf
             if name in board.touched:
                 # Its bounds were reckoned with the weights that are due.
                 slack = 1e-6
+            elif name in due:
+                slack = WEIGHT_CHANGE
+            else:
+                continue
             if self._is_stale(which, slack):
                 self._resize(which)
-        return self.out
 
     def _due_for_a_look(self) -> set[str]:
         """A few groups that nothing happened to, others at every tick."""
@@ -315,7 +377,9 @@ class _Telling:
         pending = [
             each
             for name, each in self.board.bins.items()
-            if not each.is_new and set(each.gpus) != set(self.gpus[name])
+            if not each.is_new
+            and each.gpus != self.gpus[name]
+            and set(each.gpus) != set(self.gpus[name])
         ]
         while pending:
             taken = {gpu: name for name, gpus in self.gpus.items() for gpu in gpus}
@@ -399,13 +463,13 @@ class _Telling:
         )
 
     def _is_stale(self, which: Bin, slack: float) -> bool:
-        if slack == math.inf or not which.priced.holds:
+        if not which.priced.holds:
             return False
         if self.plans[which.name].bucket != which.priced.bucket:
             return True
         weights = self.weights[which.name]
         capacity = which.priced.bucket * len(which.gpus)
-        if len(weights) == 1 or which.load.work.tokens <= capacity:
+        if len(weights) == 1 or which.load.tokens <= capacity:
             # All batches are whole in every round, whatever the weights.
             return False
         ratios = [weight / self.board.pieces[name].weight for name, weight in weights.items()]

@@ -1,8 +1,9 @@
 """What every job is due: its fair GPUs.
 
-The cluster's GPUs are dealt to the tenants by their shares, and each tenant's to its jobs by their
-priorities; nobody gets more than it asks for, and what one leaves goes to the others. With n equal
-jobs for one GPU each is due 1/n of it; where GPUs abound, each is due those it brings.
+Where tenants have shares, the cluster's GPUs are dealt to them by these, and each tenant's to its
+jobs by their priorities; else to all jobs alike. Nobody gets more than it asks for, and what one
+leaves goes to the others. With n equal jobs for one GPU each is due 1/n of it; where GPUs abound,
+each is due those it brings.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ def fair_gpus(state: State) -> dict[str, float]:
         return {job.name: float(job.request.gpus) for job in jobs}
     tenants: dict[str, list[JobState]] = {}
     for job in jobs:
-        tenants.setdefault(job.request.tenant, []).append(job)
+        # One pot for all where no tenant was given a share.
+        tenants.setdefault(job.request.tenant if state.shares else "", []).append(job)
     due = dealt(
         float(state.up_gpus),
         [float(sum(job.request.gpus for job in each)) for each in tenants.values()],
@@ -36,7 +38,8 @@ def fair_gpus(state: State) -> dict[str, float]:
 
 def dealt(amount: float, wanted: Sequence[float], weights: Sequence[float]) -> list[float]:
     """By weight, nobody more than wanted; what one leaves goes to the others."""
-    order = sorted(range(len(wanted)), key=lambda i: wanted[i] / weights[i])
+    levels = [want / weight for want, weight in zip(wanted, weights, strict=True)]
+    order = sorted(range(len(levels)), key=levels.__getitem__)
     heavy = sum(weights)
     result = [0.0] * len(wanted)
     for i in order:

@@ -14,10 +14,11 @@ from tlora.core.request import JobRequest
 from tlora.core.state import State
 from tlora.costs.groups import Costs, narrowest
 from tlora.schedule.placement import choose_gpus
+from tlora.schedule.policy import Policy
 from tlora.schedule.settings import Settings
 
 
-class FifoMemory:
+class FifoMemory(Policy):
     def __init__(self, costs: Costs, settings: Settings | None = None, name: str = "fifo-memory"):
         self.name = name
         self.costs = costs

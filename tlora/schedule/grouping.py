@@ -10,19 +10,22 @@ from dataclasses import dataclass
 
 from tlora.core.decision import Reasons
 from tlora.schedule.board import Bin, Board
-from tlora.schedule.pieces import Piece
-from tlora.schedule.pricing import Load, Priced, load_of, no_worse
+from tlora.schedule.pieces import Load, Piece, Priced
+from tlora.schedule.pricing import no_worse
 
 CANDIDATES = 8
 """Groups looked at for one job."""
+
+FEW = 2
+"""Of them, where many jobs are to be placed: the emptiest and the fullest."""
 
 EPSILON = 1e-6
 """GPUs' worth: less is no gain."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Option:
-    """One way to place a job."""
+    """One way to place a job. Never changed; not frozen because it is made very often."""
 
     gain: float
     target: Bin | None
@@ -44,6 +47,11 @@ FAILURES = 6
 """Waiting jobs in a row that find no place, before the others are left for the next turn."""
 
 
+CAREFULLY = 128
+"""Jobs of one turn that are placed with a look at all candidates. For those after them a few do:
+nearly always the fullest of the candidates is the best one, or the emptiest."""
+
+
 def place_waiting(board: Board, widest: int | None) -> list[Piece]:
     """Jobs without a group, the most urgent first: on free GPUs, beside others, or on GPUs that a
     wide group can spare. Returns those that were placed; the others wait on."""
@@ -54,17 +62,17 @@ def place_waiting(board: Board, widest: int | None) -> list[Piece]:
     for piece in waiting:
         if failures.get(piece.base, 0) >= FAILURES:
             continue
-        if place(board, piece, widest):
+        if place(board, piece, widest, carefully=len(placed) < CAREFULLY):
             placed.append(piece)
         else:
             failures[piece.base] = failures.get(piece.base, 0) + 1
     return placed
 
 
-def place(board: Board, piece: Piece, widest: int | None = None) -> bool:
+def place(board: Board, piece: Piece, widest: int | None = None, *, carefully: bool = True) -> bool:
     option = on_free(board, piece, widest)
     if option is None:
-        options = [*joins(board, piece), *donations(board, piece, widest)]
+        options = [*joins(board, piece, carefully), *donations(board, piece, widest)]
         option = max(options, key=lambda each: each.gain, default=None)
     if option is None:
         return False
@@ -84,7 +92,7 @@ def carry_out(board: Board, piece: Piece, option: Option) -> None:
             bound_by=option.donor_priced.bound_by,
         )
     if option.target is None:
-        board.open([piece], option.gpus, option.priced)
+        board.open(piece.alone, option.gpus, option.priced)
     else:
         before += option.target.priced.worth
         board.put(piece, option.target, option.priced)
@@ -113,7 +121,7 @@ def widths(piece: Piece, most: int, widest: int | None = None) -> list[int]:
 def on_free(board: Board, piece: Piece, widest: int | None = None) -> Option | None:
     if not board.free:
         return None
-    load = load_of([piece])
+    load = piece.alone
     for count in widths(piece, len(board.free), widest):
         gpus = board.choose(count)
         if gpus is None:
@@ -125,8 +133,11 @@ def on_free(board: Board, piece: Piece, widest: int | None = None) -> Option | N
     return None
 
 
-def joins(board: Board, piece: Piece) -> Iterable[Option]:
-    for target in board.roomiest(piece.base, CANDIDATES):
+def joins(board: Board, piece: Piece, carefully: bool = True) -> Iterable[Option]:
+    targets = board.roomiest(piece.base, CANDIDATES)
+    if not carefully and len(targets) > FEW:
+        targets = [targets[0], *targets[1 - FEW :]]
+    for target in targets:
         priced = board.price(target.load.plus(piece), target.gpus)
         if priced.holds:
             gain = priced.worth - target.priced.worth
@@ -135,7 +146,7 @@ def joins(board: Board, piece: Piece) -> Iterable[Option]:
 
 def donations(board: Board, piece: Piece, widest: int | None = None) -> Iterable[Option]:
     """A wide group goes on with fewer GPUs, and the job gets the others."""
-    alone = load_of([piece])
+    alone = piece.alone
     for donor in board.widest(CANDIDATES):
         for count in widths(piece, len(donor.gpus) - 1, widest):
             kept, given = split_gpus(board, donor, count)
@@ -158,11 +169,14 @@ def donations(board: Board, piece: Piece, widest: int | None = None) -> Iterable
 
 def split_gpus(board: Board, donor: Bin, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Those it keeps and those it gives: slowed ones and the last of them go first."""
-    speeds = board.state.speed
-    order = sorted(donor.gpus, key=lambda gpu: (speeds.get(gpu, 1.0), -gpu))
-    given = set(order[:count])
-    kept = tuple(gpu for gpu in donor.gpus if gpu not in given)
-    return kept, tuple(sorted(given))
+    gpus, speeds = donor.gpus, board.state.speed
+    found = board.splits.get((gpus, count))
+    if found is None:
+        order = sorted(gpus, key=lambda gpu: (speeds.get(gpu, 1.0), -gpu))
+        given = set(order[:count])
+        kept = tuple(gpu for gpu in gpus if gpu not in given)
+        found = board.splits[gpus, count] = kept, tuple(sorted(given))
+    return found
 
 
 def trade_gpus(board: Board, widest: int | None = None) -> bool:
@@ -230,4 +244,4 @@ def gifts(board: Board, taker: Bin | None) -> list[Gift]:
 
 def useful_replicas(load: Load) -> int:
     """More than a round has sequences are of no use."""
-    return max(1, int(load.work.sequences + 1e-9))
+    return max(1, int(load.sequences + 1e-9))

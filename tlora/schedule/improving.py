@@ -5,6 +5,7 @@ A job that was placed in this turn runs nowhere yet, and moving it costs nothing
 a toll (`tolls.py`), which the change must earn.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -20,8 +21,8 @@ from tlora.schedule.grouping import (
     trade_gpus,
     useful_replicas,
 )
-from tlora.schedule.pieces import Piece
-from tlora.schedule.pricing import Load, Priced, load_of, no_worse
+from tlora.schedule.pieces import Load, Piece, Priced
+from tlora.schedule.pricing import no_worse
 from tlora.schedule.tolls import Tolls
 
 ROUNDS = 4
@@ -72,7 +73,7 @@ def _changes(board: Board, piece: Piece, movable: set[str], widest: int | None) 
         return
     rest = source.load.without(piece)
     rest_priced = board.price(rest, source.gpus)
-    alone = load_of([piece])
+    alone = piece.alone
     if no_worse(rest_priced, source.priced):
         for target in board.roomiest(piece.base, CANDIDATES):
             if target is not source:
@@ -136,9 +137,9 @@ def _swaps(
         if target is source:
             continue
         for other in target.load.pieces:
-            if other.name not in movable:
+            if other.name not in movable or other.is_like(piece):
                 continue
-            one, two = rest.plus(other), target.load.without(other).plus(piece)
+            one, two = rest.plus(other), target.load.exchanged(other, piece)
             mine = board.price(one, source.gpus)
             if not no_worse(mine, source.priced):
                 continue
@@ -156,14 +157,16 @@ def _hand_overs(
     """A job that is alone joins another group, and its GPUs go to whoever makes most of them.
     Where GPUs abound that must be clearly better: the best of many predictions is too good."""
     margin = 0.0 if board.is_contended else CLEARLY
-    uses = list(_uses(board, source.gpus, source, movable, widest))
+    takers = _takers(board, source, movable)
+    # Somebody must want them: beside others it makes no more than on GPUs of its own.
+    uses = list(_uses(board, source.gpus, takers, widest))
     for target in board.roomiest(piece.base, CANDIDATES):
         if target is source:
             continue
         load = target.load.plus(piece)
-        priced = board.price(load, target.gpus)
         lost = target.priced.worth + source.priced.worth
-        if priced.holds:
+        others = [each for each in target.load.pieces if each.name in movable]
+        if (uses or others) and (priced := board.price(load, target.gpus)).holds:
             moved = (target, load, target.gpus, priced)
             for use in uses:
                 if all(which is not target for which, *_ in use.contents):
@@ -171,20 +174,19 @@ def _hand_overs(
                     if gain > margin * lost:
                         yield Change(gain, [(source, None, (), None), moved, *use.contents])
             # One of the target's jobs takes the GPUs instead.
-            for other in target.load.pieces:
-                if other.name in movable:
-                    without = target.load.without(other).plus(piece)
-                    rest = board.price(without, target.gpus)
-                    mine = board.price(load_of([other]), source.gpus)
-                    if rest.holds and mine.holds:
-                        yield Change(
-                            rest.worth + mine.worth - lost,
-                            [
-                                (source, None, (), None),
-                                (target, without, target.gpus, rest),
-                                (None, load_of([other]), source.gpus, mine),
-                            ],
-                        )
+            for other in others:
+                without = target.load.exchanged(other, piece)
+                rest = board.price(without, target.gpus)
+                mine = board.price(other.alone, source.gpus)
+                if rest.holds and mine.holds:
+                    yield Change(
+                        rest.worth + mine.worth - lost,
+                        [
+                            (source, None, (), None),
+                            (target, without, target.gpus, rest),
+                            (None, other.alone, source.gpus, mine),
+                        ],
+                    )
         pooled = (*target.gpus, *source.gpus)
         if len(pooled) <= min(useful_replicas(load), widest or len(pooled)):
             both = board.price(load, pooled)
@@ -198,11 +200,15 @@ def spread(board: Board, tolls: Tolls, movable: set[str], widest: int | None) ->
     """Free GPUs to whoever makes most of them: a group that grows, or a job that leaves one."""
     helped = False
     while board.free:
+        takers = _takers(board, None, movable)
+        if not takers:
+            return helped
+        most = min(len(board.free), max(taker.most for taker in takers), widest or len(board.free))
         options: list[Change] = []
-        for count in sorted({1, 2, len(board.free)}):
-            gpus = board.choose(count) if count <= len(board.free) else None
-            if gpus is not None and count <= (widest or count):
-                options += _uses(board, gpus, None, movable, widest)
+        for count in sorted({1, min(2, most), most}):
+            gpus = board.choose(count)
+            assert gpus is not None, f"{count} of {len(board.free)} free GPUs"
+            options += _uses(board, gpus, takers, widest)
         if not _take_best(board, tolls, options):
             return helped
         helped = True
@@ -232,27 +238,28 @@ def clear_out(
     them: kept if more jobs run then, or as many for more GPUs' worth, tolls paid."""
     helped = False
     movable = {piece.name for piece in those}
+    now = (board.running, board.worth)
     for name in list(board.bins)[-tries:]:
         which = board.bins.get(name)
         if which is None or any(piece.name not in movable for piece in which.load.pieces):
             continue
-        trial = board.copy()
+        memory = board.remember()
         pieces = which.load.pieces
-        trial.rearrange([(trial.bins[name], None, (), None)])
-        freed = trial.free & set(which.gpus)
-        trial.free -= freed
+        board.rearrange([(which, None, (), None)])
+        freed = board.free & set(which.gpus)
+        board.free -= freed
         for piece in pieces:
-            trial.place[piece.name] = None
-        if not all(_best_join(trial, piece) for piece in sorted(pieces, key=_bulk)):
-            continue
-        trial.free |= freed
-        placed = place_waiting(trial, widest)
-        spread(trial, tolls, movable | {piece.name for piece in placed}, widest)
-        toll = tolls.of_moves(trial, pieces)
-        now, then = (board.running, board.worth), (trial.running, trial.worth - toll)
-        if then > (now[0], now[1] + EPSILON):
-            board.adopt(trial)
-            helped = True
+            board.place[piece.name] = None
+        if all(_best_join(board, piece) for piece in sorted(pieces, key=_bulk)):
+            board.free |= freed
+            placed = place_waiting(board, widest)
+            spread(board, tolls, movable | {piece.name for piece in placed}, widest)
+            then = (board.running, board.worth - tolls.of_moves(board, pieces))
+            if then > (now[0], now[1] + EPSILON):
+                helped = True
+                now = (board.running, board.worth)
+                continue
+        board.go_back(memory)
     return helped
 
 
@@ -268,39 +275,65 @@ def _best_join(board: Board, piece: Piece) -> bool:
     return True
 
 
-def _uses(
-    board: Board,
-    gpus: tuple[int, ...],
-    source: Bin | None,
-    movable: set[str],
-    widest: int | None,
-) -> Iterator[Change]:
-    """What others than `source` could make of these GPUs."""
-    yield Change(0.0, [])
+@dataclass(slots=True)
+class Taker:
+    """A group that could make something of more GPUs."""
+
+    which: Bin
+    growth: int
+    """GPUs that it could use itself."""
+
+    leavers: list[Piece]
+    """Jobs that could take them, and leave more to the others."""
+
+    @property
+    def most(self) -> int:
+        """GPUs that somebody could use."""
+        return max([self.growth, *(useful_replicas(piece.alone) for piece in self.leavers)])
+
+
+def _takers(board: Board, source: Bin | None, movable: set[str]) -> list[Taker]:
+    """Others than `source`."""
+    found: list[Taker] = []
     for base in board.bases:
         for which in board.pressed(base, CANDIDATES):
             if which is source:
                 continue
+            growth = useful_replicas(which.load) - len(which.gpus)
+            leavers: list[Piece] = []
+            if len(which.load.pieces) > 1:
+                leavers = _most_pressing(which, movable)
+            if growth > 0 or leavers:
+                found.append(Taker(which, growth, leavers))
+    return found
+
+
+def _uses(
+    board: Board, gpus: tuple[int, ...], takers: Iterable[Taker], widest: int | None
+) -> Iterator[Change]:
+    """What these could make of the GPUs."""
+    for taker in takers:
+        which = taker.which
+        if len(gpus) <= taker.growth and len(which.gpus) + len(gpus) <= (widest or math.inf):
             pooled = (*which.gpus, *gpus)
-            if len(pooled) <= min(useful_replicas(which.load), widest or len(pooled)):
-                more = board.price(which.load, pooled)
-                if more.holds:
-                    gain = more.worth - which.priced.worth
-                    yield Change(gain, [(which, which.load, pooled, more)])
-            if len(which.load.pieces) == 1:
+            more = board.price(which.load, pooled)
+            if more.holds:
+                gain = more.worth - which.priced.worth
+                yield Change(gain, [(which, which.load, pooled, more)])
+        for other in taker.leavers:
+            mine = board.price(other.alone, gpus)
+            if not mine.holds:
                 continue
-            for other in _most_pressing(which, movable):
-                rest_load = which.load.without(other)
-                rest = board.price(rest_load, which.gpus)
-                mine = board.price(load_of([other]), gpus)
-                if mine.holds and no_worse(rest, which.priced):
-                    yield Change(
-                        rest.worth + mine.worth - which.priced.worth,
-                        [
-                            (which, rest_load, which.gpus, rest),
-                            (None, load_of([other]), gpus, mine),
-                        ],
-                    )
+            rest_load = which.load.without(other)
+            rest = board.price(rest_load, which.gpus)
+            if no_worse(rest, which.priced):
+                yield Change(
+                    rest.worth + mine.worth - which.priced.worth,
+                    [
+                        (which, rest_load, which.gpus, rest),
+                        (None, other.alone, gpus, mine),
+                    ],
+                )
 
 
 def _most_pressing(which: Bin, movable: set[str]) -> list[Piece]:
@@ -373,7 +406,7 @@ def _exchange_one(board: Board, which: Bin, base: str) -> bool:
         load: Load | None = None
         priced: Priced | None = None
         for piece in sorted(waiting, key=order)[:CANDIDATES]:
-            trial = load.plus(piece) if load else load_of([piece])
+            trial = load.plus(piece) if load else piece.alone
             found = board.price(trial, which.gpus)
             if found.holds:
                 load, priced = trial, found

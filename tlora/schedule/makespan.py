@@ -16,6 +16,7 @@ from tlora.core.event import Arrival, Event, Tick
 from tlora.core.state import JobState, State
 from tlora.costs.groups import Costs
 from tlora.schedule.placement import choose_gpus
+from tlora.schedule.policy import Policy
 
 Solver = Literal["cp-sat", "greedy"]
 
@@ -118,7 +119,7 @@ def _as_early(tasks: Sequence[Task], gpus: int, starts: Sequence[float]) -> Sche
     return Schedule(tuple(exact), max(end for _, end, _ in placed), "cp-sat", False)
 
 
-class Makespan:
+class Makespan(Policy):
     """Every job a task, alone on the GPUs it brings."""
 
     name = "makespan"

@@ -13,7 +13,7 @@ from tlora.core.cluster import Tier
 from tlora.core.decision import Reasons
 from tlora.schedule.board import Bin, Board
 from tlora.schedule.grouping import EPSILON, useful_replicas
-from tlora.schedule.pricing import Load, Priced
+from tlora.schedule.pieces import Load, Priced
 from tlora.schedule.tolls import Tolls
 
 LONGEST_PREFIX = 6

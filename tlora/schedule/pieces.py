@@ -1,5 +1,11 @@
-"""The jobs as grouping sees them: what each is due, how slow it may be, how urgent it is."""
+"""The jobs as grouping sees them: what each is due, how slow it may be, how urgent it is; and what
+several of them come to together.
 
+What was asked of a piece or a load is kept with it, from turn to turn, for as long as nobody's due
+changes.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tlora.core.state import JobState, State
@@ -13,6 +19,38 @@ has just come is neither behind nor ahead."""
 CREDIT_LIMIT = 2.0
 """A tenant that was served too little (too much) is more (less) urgent by at most this factor."""
 
+LIKE = 0.02
+"""Jobs whose seconds differ by less are not worth a swap."""
+
+MOST_KEPT = 64
+"""Loads that one remembers of those with a job more or less."""
+
+
+@dataclass(slots=True, eq=False)
+class Priced:
+    """Never changed; not frozen because it is made very often."""
+
+    bucket: int
+    worth: float
+    breach: float
+    """The largest slowdown / bound among the jobs: at most 1 where all bounds hold."""
+
+    pressed: str
+    """The job that has it."""
+
+    memory_bytes: float
+    fits: bool
+    holds: bool
+    """Memory and all bounds."""
+
+    asked: int = 1
+    """Buckets that were looked at for it."""
+
+    @property
+    def bound_by(self) -> str:
+        """What forbids it, or would forbid more."""
+        return f"slowdown of {self.pressed}" if self.fits else "memory"
+
 
 @dataclass(slots=True, eq=False)
 class Piece:
@@ -21,21 +59,29 @@ class Piece:
     base: str
     gpus: int
     figures: JobFigures
-    tokens: float
-    """Of a batch, by the user's own weight."""
-
     worth_s: float
     """GPUs' worth x seconds of one of its steps."""
 
     density: float
     """The same per token."""
 
+    # What follows is of this turn.
+
     fair_gpus: float = 0.0
     limit_s: float = 0.0
     """The most seconds that a step may take: bound / fair rate."""
 
+    rate: float = 0.0
+    """Fair steps per second, by the user's own weight."""
+
     weight: float = 0.0
-    """Fair tokens per second: in a full nano-batch all jobs are slowed alike."""
+    """The same in tokens: in a full nano-batch all jobs are slowed alike."""
+
+    first_s: float = 0.0
+    """Seconds for a batch at that rate."""
+
+    strictness: float = 0.0
+    """Its slowdown / its bound, at that rate."""
 
     urgency: float = 0.0
     """How far its slowdown since it arrived, waiting included, presses on its bound."""
@@ -43,39 +89,235 @@ class Piece:
     rank: int = 0
     """In order of arrival."""
 
+    load: "Load | None" = None
+    """Of itself, once somebody asked."""
+
+    @property
+    def alone(self) -> "Load":
+        """The load of this job by itself."""
+        if self.load is None:
+            self.load = load_of((self,))
+        return self.load
+
+    def is_like(self, other: "Piece") -> bool:
+        """No group would notice much if one were there instead of the other: ranks may differ."""
+        return (
+            self.figures.batch_tokens == other.figures.batch_tokens
+            and self.figures.longest == other.figures.longest
+            and abs(self.limit_s - other.limit_s) <= LIKE * self.limit_s
+            and abs(self.density - other.density) <= LIKE * self.density
+        )
+
+    def owe(self, due: float) -> None:
+        """So many GPUs."""
+        request = self.job.request
+        fair_rate = due / self.worth_s
+        self.fair_gpus = due
+        self.limit_s = request.slowdown_bound / fair_rate
+        self.rate = fair_rate * request.load.weight
+        self.weight = self.rate * self.figures.batch_tokens
+        self.first_s = 1 / self.rate
+        self.strictness = self.first_s / self.limit_s
+
+
+class Load:
+    """What the jobs of a group come to: sums over their batches. Never changed, but for what it
+    remembers."""
+
+    __slots__ = (
+        "_less",
+        "_more",
+        "beside_s",
+        "densest",
+        "fair_tokens",
+        "latent",
+        "limit_s",
+        "longest",
+        "parameters",
+        "pieces",
+        "pressed",
+        "prices",
+        "sequences",
+        "step_s",
+        "thinnest",
+        "tokens",
+        "worth",
+    )
+
+    tokens: float
+    beside_s: float
+    """As `JobFigures` has it."""
+
+    sequences: float
+    step_s: float
+    parameters: float
+    worth: float
+    """GPUs' worth x seconds."""
+
+    fair_tokens: float
+    """That the jobs are due in a second."""
+
+    latent: float
+    limit_s: float
+    """Of the job that may be slowed least."""
+
+    pressed: str
+    """That job."""
+
+    longest: int
+    densest: float
+    """GPUs' worth per token, of the job that has most of it."""
+
+    thinnest: float
+
+    def __init__(self, pieces: tuple[Piece, ...]) -> None:
+        """`load_of` and `plus` fill it."""
+        self.pieces = pieces
+        self.prices: dict[int | tuple[int, float], Priced] = {}
+        """What was asked already, by the GPUs that it was asked for."""
+
+        self._more: dict[Piece, Load] = {}
+        self._less: dict[Piece, Load] = {}
+
+    def plus(self, piece: Piece) -> "Load":
+        found = self._more.get(piece)
+        if found is None:
+            if len(self._more) >= MOST_KEPT:
+                self._more.clear()
+            found = self._more[piece] = self._plus(piece)
+        return found
+
+    def without(self, piece: Piece) -> "Load":
+        """Of at least two jobs."""
+        found = self._less.get(piece)
+        if found is None:
+            rest = tuple([each for each in self.pieces if each is not piece])
+            assert rest, f"{piece.name} is the only one"
+            found = self._less[piece] = load_of(rest)
+        return found
+
+    def exchanged(self, gone: Piece, come: Piece) -> "Load":
+        """With one job instead of another."""
+        return come.alone if len(self.pieces) == 1 else self.without(gone).plus(come)
+
+    def merged(self, other: "Load") -> "Load":
+        return load_of((*self.pieces, *other.pieces))
+
+    def _plus(self, piece: Piece) -> "Load":
+        # As if `load_of` had gone on with one more, to the last digit.
+        figures = piece.figures
+        _, _, _, sequences, _, step_s, parameters = figures.whole
+        found = Load((*self.pieces, piece))
+        found.tokens = self.tokens + figures.batch_tokens
+        found.beside_s = self.beside_s + figures.beside_s
+        found.sequences = self.sequences + sequences
+        found.step_s = self.step_s + step_s
+        found.parameters = self.parameters + parameters
+        found.worth = self.worth + piece.worth_s
+        found.fair_tokens = self.fair_tokens + piece.weight
+        found.latent = self.latent + figures.latent
+        presses = piece.limit_s < self.limit_s
+        found.limit_s = piece.limit_s if presses else self.limit_s
+        found.pressed = piece.name if presses else self.pressed
+        longest, density = figures.longest, piece.density
+        found.longest = longest if longest > self.longest else self.longest
+        found.densest = density if density > self.densest else self.densest
+        found.thinnest = density if density < self.thinnest else self.thinnest
+        return found
+
+
+def load_of(pieces: Sequence[Piece]) -> Load:
+    """Of at least one job."""
+    tokens = beside_s = sequences = step_s = parameters = 0.0
+    worth = fair_tokens = latent = densest = 0.0
+    limit_s = thinnest = float("inf")
+    pressed, longest = "", 0
+    for piece in pieces:
+        figures = piece.figures
+        _, _, _, mine, _, my_step_s, my_parameters = figures.whole
+        tokens += figures.batch_tokens
+        beside_s += figures.beside_s
+        sequences += mine
+        step_s += my_step_s
+        parameters += my_parameters
+        worth += piece.worth_s
+        fair_tokens += piece.weight
+        latent += figures.latent
+        if piece.limit_s < limit_s:
+            limit_s, pressed = piece.limit_s, piece.name
+        if figures.longest > longest:
+            longest = figures.longest
+        if piece.density > densest:
+            densest = piece.density
+        if piece.density < thinnest:
+            thinnest = piece.density
+    load = Load(tuple(pieces))
+    load.tokens, load.beside_s, load.sequences = tokens, beside_s, sequences
+    load.step_s, load.parameters, load.worth = step_s, parameters, worth
+    load.fair_tokens, load.latent, load.longest = fair_tokens, latent, longest
+    load.limit_s, load.pressed = limit_s, pressed
+    load.densest, load.thinnest = densest, thinnest
+    return load
+
 
 class Pieces:
-    """Makes them every turn, and keeps what does not change between turns."""
+    """Makes them every turn, and keeps what is as it was."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
         self._kept: dict[str, Piece] = {}
+        self._loads: dict[str, Load] = {}
 
     def of(self, state: State) -> dict[str, Piece]:
-        """Of all runnable jobs, by name, in order of arrival."""
+        """Of all runnable jobs, by name, in order of arrival. Those of the last turn are changed by
+        it."""
         fair = fair_gpus(state)
         credit = {tenant: credit_of(state, tenant) for tenant in state.due}
         result: dict[str, Piece] = {}
         kept = self._kept
+        changed = False
         for rank, job in enumerate(state.runnable()):
             request = job.request
             name = request.name
             piece = kept.get(name)
             if piece is None or piece.job is not job:
                 piece = new_piece(job, self.costs)
-            solo_step_s = piece.figures.solo_step_s
-            due = fair[name]
-            fair_rate = due / piece.gpus / solo_step_s
-            bound = request.slowdown_bound
-            behind = (job.fair_s + FRESH_S) / (job.steps_done * solo_step_s + FRESH_S)
-            piece.fair_gpus = due
-            piece.limit_s = bound / fair_rate
-            piece.weight = fair_rate * piece.tokens
-            piece.urgency = behind / bound * credit.get(request.tenant, 1.0)
+                piece.owe(fair[name])
+            elif piece.fair_gpus != fair[name]:
+                piece.owe(fair[name])
+                changed = True
+            done_s = job.steps_done * piece.figures.solo_step_s
+            behind = (job.fair_s + FRESH_S) / (done_s + FRESH_S)
+            piece.urgency = behind / request.slowdown_bound * credit.get(request.tenant, 1.0)
             piece.rank = rank
             result[name] = piece
+        if changed:
+            # Loads remember others with a job more or less, so all of them are of no use.
+            self._loads = {}
+            for piece in result.values():
+                piece.load = None
         self._kept = result
         return dict(result)
+
+    def loads(self, state: State, pieces: Mapping[str, Piece]) -> dict[str, Load]:
+        """Of the groups, by their names."""
+        self._loads = group_loads(state, pieces, self._loads)
+        return self._loads
+
+
+def group_loads(
+    state: State, pieces: Mapping[str, Piece], kept: Mapping[str, Load] | None = None
+) -> dict[str, Load]:
+    """Those of `kept` that are as they were, and new ones of the other groups."""
+    kept = kept or {}
+    result: dict[str, Load] = {}
+    for name, group in state.groups.items():
+        members = tuple([pieces[job] for job in group.jobs])
+        load = kept.get(name)
+        if load is None or load.pieces != members:
+            load = members[0].alone if len(members) == 1 else load_of(members)
+        result[name] = load
+    return result
 
 
 def new_piece(job: JobState, costs: Costs) -> Piece:
@@ -89,7 +331,6 @@ def new_piece(job: JobState, costs: Costs) -> Piece:
         base=request.base,
         gpus=request.gpus,
         figures=figures,
-        tokens=figures.batch_tokens * request.load.weight,
         worth_s=worth_s,
         density=worth_s / figures.batch_tokens,
     )

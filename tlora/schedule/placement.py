@@ -1,24 +1,23 @@
 """Which GPUs: as near to each other as can be, and leaving the largest holes whole."""
 
-from collections.abc import Collection
+from collections.abc import Set
 
 from tlora.core.cluster import Cluster
 
 
-def choose_gpus(cluster: Cluster, free: Collection[int], count: int) -> tuple[int, ...] | None:
+def choose_gpus(cluster: Cluster, free: Set[int], count: int) -> tuple[int, ...] | None:
     """So many of the free ones: from the node that they fill best; where none is large enough, from
     the rack, then from anywhere, the fullest nodes first. None if there are too few."""
     if count > len(free):
         return None
-    by_node: dict[int, list[int]] = {}
-    for gpu in sorted(free):
-        by_node.setdefault(cluster.gpus[gpu].node, []).append(gpu)
-    best = min((gpus for gpus in by_node.values() if len(gpus) >= count), key=len, default=None)
+    by_node = [gpus for node in cluster.nodes if (gpus := free & node.members)]
+    best = min((gpus for gpus in by_node if len(gpus) >= count), key=len, default=None)
     if best is not None:
-        return tuple(best[:count])
+        return tuple(sorted(best)[:count])
     by_rack: dict[int, list[list[int]]] = {}
-    for gpus in sorted(by_node.values(), key=len, reverse=True):
-        by_rack.setdefault(cluster.gpus[gpus[0]].rack, []).append(gpus)
+    for gpus in sorted(by_node, key=len, reverse=True):
+        ordered = sorted(gpus)
+        by_rack.setdefault(cluster.gpus[ordered[0]].rack, []).append(ordered)
     sizes = {rack: sum(map(len, nodes)) for rack, nodes in by_rack.items()}
     enough = [rack for rack in by_rack if sizes[rack] >= count]
     if enough:

@@ -1,5 +1,6 @@
 """What a policy is."""
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -19,3 +20,8 @@ class Policy(Protocol):
         are in the state already. Decisions are applied in order and must each be possible when
         their turn comes (`State.apply` raises if not)."""
         ...
+
+    def look_by(self, state: State) -> float:
+        """The time at which it wants to be asked again even if nothing happens until then; the
+        state is the one that its last decisions left. The loop asks at every tick anyway."""
+        return math.inf

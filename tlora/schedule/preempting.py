@@ -1,18 +1,27 @@
 """Nobody starves: a job that has waited too long takes the GPUs of jobs that are ahead of their
 dues. These wait then, and become urgent in their turn."""
 
+import math
+
 from tlora.core.decision import Reasons
+from tlora.core.state import JobState, State
+from tlora.costs.groups import Costs, JobFigures
 from tlora.schedule.board import Bin, Board
 from tlora.schedule.grouping import place
 from tlora.schedule.pieces import Piece
-from tlora.schedule.pricing import load_of
 from tlora.schedule.settings import Settings
 
 AHEAD = 0.95
 """A group gives way if the most urgent of its jobs is below this part of the waiting one's
 urgency."""
 
-QUANTUM_S = 300.0
+MOST_AT_ONCE = 4
+"""Of those that have waited too long; the others have their turn when something happens."""
+
+LEAST_PATIENCE_S = 30.0
+"""Nobody is made to wait for a job that has waited less."""
+
+QUANTUM_S = 120.0
 """And none of its jobs was placed more recently than this."""
 
 
@@ -21,11 +30,37 @@ def make_way(board: Board, settings: Settings) -> None:
     waiting = [
         piece
         for name, piece in board.pieces.items()
-        if board.place[name] is None and now - piece.job.since_s >= settings.patience_s
+        if board.place[name] is None
+        and now - piece.job.since_s >= patience_s(piece.job, piece.figures, settings)
     ]
     waiting.sort(key=lambda piece: (-piece.urgency, piece.rank))
-    for piece in waiting[:1]:
+    for piece in waiting[:MOST_AT_ONCE]:
         _make_way_for(board, piece, settings)
+
+
+def next_patience_end(state: State, costs: Costs, settings: Settings) -> float:
+    """When the first of those that wait will have waited too long, or, of one that has and found
+    nobody who could give way, half as long again. Never, if none waits."""
+    return min(
+        (
+            _next_end(job.since_s, patience_s(job, costs.figures(job.request), settings), state.now)
+            for job in state.waiting()
+        ),
+        default=math.inf,
+    )
+
+
+def _next_end(since: float, patience: float, now: float) -> float:
+    """After now, or the loop would not go on."""
+    while since + patience <= now:
+        patience *= 1.5
+    return since + patience
+
+
+def patience_s(job: JobState, figures: JobFigures, settings: Settings) -> float:
+    """Of a short job half of its own time: waiting must not make it twice as late."""
+    left = job.request.total_steps - job.steps_done
+    return min(settings.patience_s, max(LEAST_PATIENCE_S, 0.5 * left * figures.solo_step_s))
 
 
 def _make_way_for(board: Board, piece: Piece, settings: Settings) -> None:
@@ -39,7 +74,7 @@ def _make_way_for(board: Board, piece: Piece, settings: Settings) -> None:
             for each in which.load.pieces
         )
     )
-    alone = load_of([piece])
+    alone = piece.alone
     gpus = tuple(sorted(board.free))
     gone: list[Bin] = []
     useful = min(piece.figures.solo_plan.replicas, settings.max_replicas or len(board.cluster))
@@ -60,7 +95,7 @@ def _make_way_for(board: Board, piece: Piece, settings: Settings) -> None:
             board.why[each.name] = Reasons(
                 why=f"it is ahead of its due, and {piece.name} has waited too long"
             )
-        board.open([piece], mine, priced)
+        board.open(alone, mine, priced)
         board.why[piece.name] = Reasons(
             why=f"it has waited {piece.job.waited_s:.0f} s and others are ahead of their dues",
             before=before,

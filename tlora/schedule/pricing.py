@@ -1,156 +1,14 @@
 """What some jobs on some GPUs come to, under the best bucket."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from operator import attrgetter
 
 from tlora.core.cluster import Link
-from tlora.costs.groups import BaseCosts, Costs, RoundWork, fullest_part, shared_tokens
-from tlora.schedule.pieces import Piece
+from tlora.costs.groups import BaseCosts, Costs, Span, fullest_part
+from tlora.schedule.pieces import Load, Priced
 
 ROUNDING = 1e-9
 
-
-@dataclass(slots=True, eq=False)
-class Priced:
-    """Never changed; not frozen because it is made very often."""
-
-    bucket: int
-    worth: float
-    breach: float
-    """The largest slowdown / bound among the jobs: at most 1 where all bounds hold."""
-
-    pressed: str
-    """The job that has it."""
-
-    memory_bytes: float
-    fits: bool
-    holds: bool
-    """Memory and all bounds."""
-
-    @property
-    def bound_by(self) -> str:
-        """What forbids it, or would forbid more."""
-        return f"slowdown of {self.pressed}" if self.fits else "memory"
-
-
-class Load:
-    """Sums over the jobs of a group; adding one is cheap."""
-
-    __slots__ = (
-        "densest",
-        "latent",
-        "limit_s",
-        "longest",
-        "parameters",
-        "pieces",
-        "pressed",
-        "thinnest",
-        "work",
-        "worth",
-    )
-
-    def __init__(
-        self,
-        pieces: tuple[Piece, ...],
-        work: RoundWork,
-        worth: float,
-        limit_s: float,
-        pressed: str,
-        longest: int,
-        parameters: float,
-        latent: float,
-        densest: float,
-        thinnest: float,
-    ) -> None:
-        self.pieces = pieces
-        self.work = work
-        self.worth = worth
-        self.limit_s = limit_s
-        self.pressed = pressed
-        self.longest = longest
-        self.parameters = parameters
-        self.latent = latent
-        self.densest = densest
-        """GPUs' worth per token, of the job that has most of it."""
-
-        self.thinnest = thinnest
-
-    def plus(self, piece: Piece) -> "Load":
-        figures = piece.figures
-        presses = piece.limit_s < self.limit_s
-        return Load(
-            (*self.pieces, piece),
-            self.work.plus(figures.whole),
-            self.worth + piece.worth_s,
-            piece.limit_s if presses else self.limit_s,
-            piece.name if presses else self.pressed,
-            max(self.longest, figures.longest),
-            self.parameters + figures.parameters,
-            self.latent + figures.latent,
-            max(self.densest, piece.density),
-            min(self.thinnest, piece.density),
-        )
-
-    def merged(self, other: "Load") -> "Load":
-        presses = other.limit_s < self.limit_s
-        return Load(
-            (*self.pieces, *other.pieces),
-            self.work.plus(other.work),
-            self.worth + other.worth,
-            other.limit_s if presses else self.limit_s,
-            other.pressed if presses else self.pressed,
-            max(self.longest, other.longest),
-            self.parameters + other.parameters,
-            self.latent + other.latent,
-            max(self.densest, other.densest),
-            min(self.thinnest, other.thinnest),
-        )
-
-    def without(self, *pieces: Piece) -> "Load":
-        gone = {piece.name for piece in pieces}
-        return load_of([piece for piece in self.pieces if piece.name not in gone])
-
-
-def load_of(pieces: Sequence[Piece]) -> Load:
-    """Of at least one job."""
-    tokens = squares = lora_s = sequences = steps = step_s = stepped = 0.0
-    worth = parameters = latent = densest = 0.0
-    limit_s = thinnest = float("inf")
-    pressed, longest = "", 0
-    for piece in pieces:
-        figures = piece.figures
-        whole = figures.whole
-        tokens += whole[0]
-        squares += whole[1]
-        lora_s += whole[2]
-        sequences += whole[3]
-        steps += whole[4]
-        step_s += whole[5]
-        stepped += whole[6]
-        worth += piece.worth_s
-        parameters += figures.parameters
-        latent += figures.latent
-        if piece.limit_s < limit_s:
-            limit_s, pressed = piece.limit_s, piece.name
-        if figures.longest > longest:
-            longest = figures.longest
-        if piece.density > densest:
-            densest = piece.density
-        if piece.density < thinnest:
-            thinnest = piece.density
-    return Load(
-        tuple(pieces),
-        RoundWork(tokens, squares, lora_s, sequences, steps, step_s, stepped),
-        worth,
-        limit_s,
-        pressed,
-        longest,
-        parameters,
-        latent,
-        densest,
-        thinnest,
-    )
-
+_first_s = attrgetter("first_s")
 
 PADDING = 1.1
 """Rows for each token, on all replicas as on the fullest: above it smaller buckets are looked at
@@ -161,17 +19,27 @@ MIXED = 1.5
 
 
 class Pricing:
-    """Counts what it is asked, for the laws on how work grows."""
+    """Counts what it is asked, for the budgets of a turn: also what is known already, so that
+    decisions do not depend on what was kept."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
         self.asked = 0
 
-    def price(self, load: Load, replicas: int, link: Link | None, speed: float = 1.0) -> Priced:
+    def price(self, load: Load, span: Span, speed: float = 1.0) -> Priced:
         """The bucket that is worth most while all bounds hold; where none holds them, the one that
         breaks them least."""
+        key = span.key if speed == 1.0 else (span.key, speed)
+        found = load.prices.get(key)
+        if found is None:
+            found = load.prices[key] = self._price(load, span, speed)
+        self.asked += found.asked
+        return found
+
+    def _price(self, load: Load, span: Span, speed: float) -> Priced:
         base = self.costs.base(load.pieces[0].base)
         pace = self.costs.mistake(load.latent, len(load.pieces)) / speed
+        replicas, link = span.replicas, span.link
         best, padding = self._whole(base, load, replicas, link, pace)
         if (
             best is not None
@@ -180,16 +48,31 @@ class Pricing:
             and load.densest <= MIXED * load.thinnest
         ):
             return best
+        asked = 0 if best is None else 1
         for bucket in reversed(base.buckets):
-            if bucket * replicas >= load.work.tokens:
+            if bucket * replicas >= load.tokens:
                 continue
-            found = self._shared(base, load, bucket, replicas, link, pace)
-            if best is None or _better(found, best):
-                best = found
-            elif best.holds:
+            asked += 1
+            if best is not None and best.holds:
                 # Smaller ones are better only where padding or a bound made the larger ones bad.
-                break
+                # They cannot be worth more than if all tokens were of the densest job, and cost
+                # what the backbone costs.
+                least_s = base.least_s[bucket]
+                if replicas == 1:
+                    least_s += base.time.segment_s * (len(load.pieces) - 1)
+                most = load.densest * bucket * replicas / (least_s * pace)
+                if most * (1 + ROUNDING) <= best.worth:
+                    break
+                found = self._shared(base, load, bucket, replicas, link, pace)
+                if not _better(found, best):
+                    break
+                best = found
+            else:
+                found = self._shared(base, load, bucket, replicas, link, pace)
+                if best is None or _better(found, best):
+                    best = found
         assert best is not None
+        best.asked = asked
         return best
 
     def _whole(
@@ -197,25 +80,30 @@ class Pricing:
     ) -> tuple[Priced | None, float]:
         """Every job's whole batch in each round, so that all step together, and the rows for each
         token; None if no bucket holds that."""
-        work = load.work
-        part = fullest_part(work.sequences, replicas)
-        bucket = base.bucket_for(work.tokens * part)
+        part = fullest_part(load.sequences, replicas)
+        bucket = base.bucket_for(load.tokens * part)
         if bucket is None:
             return None, 1.0
-        self.asked += 1
         segments = float(len(load.pieces))
         if replicas > 1:
-            segments = sum(min(1.0, each.figures.whole.sequences * part) for each in load.pieces)
-        seconds, rows = base.round_s(work, segments, bucket, replicas, link)
-        seconds *= pace
-        memory = base.memory_bytes(
-            rows=rows, longest=load.longest, bucket=bucket, parameters=load.parameters
+            segments = 0.0
+            for piece in load.pieces:
+                segments += min(1.0, piece.figures.whole.sequences * part)
+        seconds, rows = base.seconds(
+            load.tokens * part,
+            load.beside_s * part,
+            segments,
+            bucket,
+            1.0,
+            load.step_s,
+            load.parameters,
+            replicas,
+            link,
         )
-        fits = base.fits(memory)
+        seconds *= pace
         breach = seconds / load.limit_s
-        holds = fits and breach <= 1 + ROUNDING
-        found = Priced(bucket, load.worth / seconds, breach, load.pressed, memory, fits, holds)
-        return found, rows * replicas / work.tokens
+        found = _priced(base, load, bucket, rows, load.worth / seconds, breach, load.pressed)
+        return found, rows * replicas / load.tokens
 
     def _shared(
         self,
@@ -227,45 +115,68 @@ class Pricing:
         pace: float,
     ) -> Priced:
         """Nano-batches that are full before every batch is in."""
-        self.asked += 1
-        figures = [piece.figures for piece in load.pieces]
-        shares = shared_tokens(
-            [each.batch_tokens for each in figures],
-            [piece.weight for piece in load.pieces],
-            bucket * replicas,
-        )
-        tokens = squares = lora_s = sequences = steps = step_s = parameters = worth = 0.0
-        for share, piece in zip(shares, load.pieces, strict=True):
-            whole = piece.figures.whole
-            part = share / whole.tokens
-            tokens += share
-            squares += whole.squares * part
-            lora_s += whole.lora_s * part
-            sequences += whole.sequences * part
+        # Tokens are dealt by weight, which is what a job is due in a second. What those whose batch
+        # is through by that leave goes to the others, so that all of these get what they are due
+        # in some seconds.
+        left, heavy = float(bucket * replicas), load.fair_tokens
+        order = sorted(load.pieces, key=_first_s)
+        through = 0
+        # The last one has never enough.
+        for piece in order[:-1]:
+            if piece.first_s * heavy > left:
+                break
+            left -= piece.figures.batch_tokens
+            heavy -= piece.weight
+            through += 1
+        time_s = left / heavy
+        beside_s = sequences = steps = step_s = parameters = worth = breach = 0.0
+        pressed = ""
+        for place, piece in enumerate(order):
+            figures = piece.figures
+            whole = figures.whole
+            part, slow = 1.0, 1 / piece.limit_s
+            if place >= through:
+                part, slow = piece.rate * time_s, piece.strictness / time_s
+            beside_s += figures.beside_s * part
+            sequences += whole[3] * part
             steps += part
-            step_s += whole.step_s * part
-            parameters += whole.parameters * part
+            step_s += whole[5] * part
+            parameters += whole[6] * part
             worth += piece.worth_s * part
-        work = RoundWork(tokens, squares, lora_s, sequences, steps, step_s, parameters)
-        segments = float(len(figures))
+            if slow > breach:
+                breach, pressed = slow, piece.name
+        part, segments = 1.0, float(len(order))
         if replicas > 1:
-            part = fullest_part(sequences, replicas)
-            segments = sum(
-                min(1.0, share / each.mean_length * part)
-                for share, each in zip(shares, figures, strict=True)
-            )
-        seconds, rows = base.round_s(work, segments, bucket, replicas, link)
+            part, segments = fullest_part(sequences, replicas), 0.0
+            for place, piece in enumerate(order):
+                mine = 1.0 if place < through else piece.rate * time_s
+                segments += min(1.0, piece.figures.whole[3] * mine * part)
+        seconds, rows = base.seconds(
+            bucket * replicas * part,
+            beside_s * part,
+            segments,
+            bucket,
+            steps,
+            step_s,
+            parameters,
+            replicas,
+            link,
+        )
         seconds *= pace
-        breach, pressed = max(
-            (seconds * piece.figures.batch_tokens / share / piece.limit_s, piece.name)
-            for share, piece in zip(shares, load.pieces, strict=True)
-        )
-        memory = base.memory_bytes(
-            rows=rows, longest=load.longest, bucket=bucket, parameters=load.parameters
-        )
-        fits = base.fits(memory)
-        holds = fits and breach <= 1 + ROUNDING
-        return Priced(bucket, worth / seconds, breach, pressed, memory, fits, holds)
+        return _priced(base, load, bucket, rows, worth / seconds, breach * seconds, pressed)
+
+
+def _priced(
+    base: BaseCosts,
+    load: Load,
+    bucket: int,
+    rows: float,
+    worth: float,
+    breach: float,
+    pressed: str,
+) -> Priced:
+    memory, fits = base.memory(rows, load.longest, bucket, load.parameters)
+    return Priced(bucket, worth, breach, pressed, memory, fits, fits and breach <= 1 + ROUNDING)
 
 
 def _better(one: Priced, other: Priced) -> bool:

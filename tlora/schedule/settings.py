@@ -20,11 +20,12 @@ class Settings:
     """A job may be moved so often per hour of its life, and twice besides."""
 
     patience_s: float = 900.0
-    """A job that has waited so long at a stretch may take the GPUs of jobs that are less urgent."""
+    """A job that has waited so long at a stretch may take the GPUs of jobs that are less urgent;
+    one that needs less than twice this, after half of what it needs."""
 
     budget: int = 100
     """Prices that a turn may ask for to improve on what was placed: this for each job that was, and
-    32 times this in all."""
+    32 times this in all (8 times where hundreds are placed at once)."""
 
     audit: bool = False
     """Count how often a scan would have found a better cut than the binary search; slower."""

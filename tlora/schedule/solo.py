@@ -10,9 +10,10 @@ from tlora.core.event import Event
 from tlora.core.state import State
 from tlora.costs.groups import Costs
 from tlora.schedule.placement import choose_gpus
+from tlora.schedule.policy import Policy
 
 
-class Solo:
+class Solo(Policy):
     name = "solo"
 
     def __init__(self, costs: Costs) -> None:

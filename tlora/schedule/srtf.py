@@ -9,9 +9,10 @@ from tlora.core.event import Event
 from tlora.core.state import JobState, State
 from tlora.costs.groups import Costs
 from tlora.schedule.placement import choose_gpus
+from tlora.schedule.policy import Policy
 
 
-class Srtf:
+class Srtf(Policy):
     name = "srtf"
 
     def __init__(self, costs: Costs) -> None:

@@ -13,16 +13,23 @@ from tlora.core.event import Event, Tick
 from tlora.core.state import State
 from tlora.costs.groups import Costs
 from tlora.schedule.board import Board
-from tlora.schedule.grouping import CANDIDATES, place_waiting
+from tlora.schedule.grouping import CANDIDATES, CAREFULLY, place_waiting
 from tlora.schedule.improving import clear_out, exchange, improve, spread
 from tlora.schedule.merging import Merging
 from tlora.schedule.pieces import Piece, Pieces
-from tlora.schedule.preempting import make_way
+from tlora.schedule.policy import Policy
+from tlora.schedule.preempting import make_way, next_patience_end
 from tlora.schedule.settings import Settings
 from tlora.schedule.tolls import Tolls
 
 PASSES = 4
 """Of placing and improving, per turn."""
+
+MOST_BUDGETS, FEWEST_BUDGETS = 32, 8
+"""Of all jobs that a turn places; the fewer where more jobs have come than are placed carefully."""
+
+CLEARED = 12
+"""New groups that a turn tries to dissolve: by the time it takes that gains more than swaps do."""
 
 RUNNING_LOOKED_AT = 4
 """Running jobs, of the groups nearest to or beyond their bounds, that a turn tries to move."""
@@ -31,7 +38,7 @@ SEEDS = 1
 """Groups per tier that a tick tries to merge others into."""
 
 
-class Tlora:
+class Tlora(Policy):
     def __init__(self, costs: Costs, settings: Settings | None = None, name: str = "tlora") -> None:
         self.name = name
         self.costs = costs
@@ -54,7 +61,7 @@ class Tlora:
             del pieces[decision.job]
         if not pieces:
             return list(refused)
-        board = Board(state, self.costs, pieces)
+        board = Board(state, self.costs, pieces, self.pieces.loads(state, pieces))
         ticks = any(isinstance(event, Tick) for event in events)
         self._place(board)
         if any(name is None for name in board.place.values()):
@@ -69,6 +76,9 @@ class Tlora:
             self.merging.merge(board, names, self._widest, SEEDS)
         return [*refused, *board.decisions(everywhere=ticks)]
 
+    def look_by(self, state: State) -> float:
+        return next_patience_end(state, self.costs, self.settings)
+
     @property
     def _widest(self) -> int | None:
         return self.settings.max_replicas
@@ -76,7 +86,8 @@ class Tlora:
     def _place(self, board: Board) -> None:
         """Those that wait; on paper they may be moved about until it is good."""
         arrived = [piece for piece in board.pieces.values() if piece.job.group is None]
-        budget = self.settings.budget * 32
+        few = len(arrived) <= CAREFULLY
+        budget = self.settings.budget * (MOST_BUDGETS if few else FEWEST_BUDGETS)
         for _ in range(PASSES):
             helped = bool(place_waiting(board, self._widest))
             placed = [piece for piece in arrived if board.place[piece.name] is not None]
@@ -86,9 +97,7 @@ class Tlora:
             most = min(budget, self.settings.budget * len(placed))
             improve(board, self.tolls, placed, budget=most, widest=self._widest)
             if len(placed) > 1:
-                helped |= clear_out(
-                    board, self.tolls, placed, tries=CANDIDATES, widest=self._widest
-                )
+                helped |= clear_out(board, self.tolls, placed, tries=CLEARED, widest=self._widest)
             if len(placed) < len(arrived):
                 helped |= exchange(board, placed)
             elif len(placed) == 1:
@@ -134,13 +143,9 @@ class Tlora:
             base = self.costs.base(request.base)
             figures = self.costs.figures(request)
             bucket = base.buckets[0]
-            memory = base.memory_bytes(
-                rows=base.rows(min(figures.mean_length, bucket), bucket),
-                longest=figures.longest,
-                bucket=bucket,
-                parameters=figures.parameters,
-            )
-            if not base.fits(memory):
+            rows = base.rows(min(figures.mean_length, bucket), bucket)
+            memory, fits = base.memory(rows, figures.longest, bucket, figures.parameters)
+            if not fits:
                 why = f"alone it would take {memory / 2**30:.1f} GiB of a GPU"
                 result.append(Refuse(job=job.name, reasons=Reasons(why=why, bound_by="memory")))
             else:

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from tlora.costs.groups import Costs
 from tlora.schedule.board import Bin, Board
-from tlora.schedule.pieces import Piece
-from tlora.schedule.pricing import Load, Priced
+from tlora.schedule.pieces import Load, Piece, Priced
 
 HORIZON_S = 1800.0
 """A gain is taken to last so long: then others have come and gone."""

@@ -134,7 +134,7 @@ def test_a_killed_worker_is_replaced_and_no_job_is_harmed(new_run, tmp_path) -> 
     assert_same_adapters(spec, root, tmp_path / "alone")
 
 
-class Restless:
+class Restless(Policy):
     """Two groups, and at every tick the first job goes over to the other one."""
 
     name = "restless"

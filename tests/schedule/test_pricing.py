@@ -1,0 +1,86 @@
+"""Prices from sums against the plain prediction, which looks at every job."""
+
+import random
+
+import pytest
+from support.scheduling import costs_of, request
+
+from tlora.core.cluster import uniform_cluster
+from tlora.core.event import Arrival
+from tlora.core.plan import Plan
+from tlora.core.state import State
+from tlora.costs.groups import Costs
+from tlora.schedule.board import Board
+from tlora.schedule.pieces import Load, Piece, load_of, pieces_of
+
+
+def drawn_pieces(seed: int, costs: Costs) -> list[Piece]:
+    """Of one base, two tenants, all sizes, and dues that differ."""
+    draw = random.Random(seed)
+    state = State(costs.cluster, shares={"a": draw.choice([1.0, 3.0])})
+    for i in range(draw.randint(1, 6)):
+        batch = draw.choice([1, 2, 4, 8])
+        state.happen(
+            Arrival(
+                0.0,
+                request(
+                    f"j{i}",
+                    rank=draw.choice([2, 16, 64]),
+                    batch=batch,
+                    length=draw.choice([64, 512, 1500]),
+                    gpus=draw.choice([1, batch]),
+                    tenant=draw.choice(["a", "b"]),
+                    priority=draw.choice([1.0, 4.0]),
+                    slowdown_bound=draw.choice([1.0, 1.5, 3.0]),
+                ),
+            )
+        )
+    return list(pieces_of(state, costs).values())
+
+
+def plain(costs: Costs, load: Load, gpus: tuple[int, ...], bucket: int) -> tuple[float, float]:
+    """Worth and breach, with the weights that pieces have."""
+    found = costs.predict(
+        [piece.job.request for piece in load.pieces],
+        [piece.weight for piece in load.pieces],
+        Plan(replicas=len(gpus), bucket=bucket),
+        costs.cluster.tier(gpus),
+    )
+    rates = zip(found.steps_per_s, load.pieces, strict=True)
+    return found.worth, max(1 / rate / piece.limit_s for rate, piece in rates)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_price_is_what_the_plain_prediction_says_of_its_bucket(seed: int) -> None:
+    """On one GPU and on several, with wrong predictions too; a price without one of the jobs is
+    told."""
+    cluster = uniform_cluster(8)
+    costs = costs_of(cluster, error=0.2 if seed % 2 else 0.0)
+    pieces = drawn_pieces(seed, costs)
+    board = Board(State(cluster), costs, {})
+    load = load_of(pieces)
+    gpus = tuple(range(random.Random(seed).choice([1, 1, 2, 5])))
+    priced = board.price(load, gpus)
+    assert (priced.worth, priced.breach) == pytest.approx(plain(costs, load, gpus, priced.bucket))
+    if len(pieces) > 1:
+        fewer = plain(costs, load.without(pieces[0]), gpus, priced.bucket)
+        assert fewer != pytest.approx((priced.worth, priced.breach))
+
+
+def test_jobs_that_are_added_one_by_one_come_to_what_they_are_together() -> None:
+    """To the last digit, or decisions would depend on the way that led to a group; and one that was
+    taken out and put back is the last in the sums."""
+    costs = costs_of(uniform_cluster(8))
+    pieces = next(each for seed in range(99) if len(each := drawn_pieces(seed, costs)) == 6)
+    grown = pieces[0].alone
+    for piece in pieces[1:]:
+        grown = grown.plus(piece)
+    assert figures(grown) == figures(load_of(pieces))
+    again = grown.without(pieces[2]).plus(pieces[2])
+    assert figures(again) == figures(load_of([*pieces[:2], *pieces[3:], pieces[2]]))
+    assert figures(grown) != figures(grown.exchanged(pieces[0], pieces[1]))
+
+
+def figures(load: Load) -> list[object]:
+    kept = ("pieces", "prices", "_more", "_less")
+    return [getattr(load, name) for name in Load.__slots__ if name not in kept]
