@@ -84,3 +84,26 @@ def test_jobs_that_are_added_one_by_one_come_to_what_they_are_together() -> None
 def figures(load: Load) -> list[object]:
     kept = ("pieces", "prices", "_more", "_less")
     return [getattr(load, name) for name in Load.__slots__ if name not in kept]
+
+
+def test_what_is_called_hopeless_holds_under_no_bucket() -> None:
+    """And some of what is not, too; a load that holds is never called so."""
+    cluster = uniform_cluster(8)
+    hopeless = 0
+    for seed in range(400):
+        costs = costs_of(cluster, error=0.2 if seed % 2 else 0.0)
+        pieces = drawn_pieces(seed, costs)
+        board = Board(State(cluster), costs, {})
+        gpus = tuple(range(1 + seed % 3))
+        load = load_of(pieces)
+        if board.pricing.is_hopeless(load, len(gpus)):
+            hopeless += 1
+            assert not board.price(load, gpus).holds
+            assert all(
+                plain(costs, load, gpus, each)[1] > 1 for each in costs.base("llama").buckets
+            )
+        if len(pieces) > 1:
+            fewer = load.without(pieces[0])
+            one_more = board.pricing.is_hopeless(fewer, len(gpus), pieces[0])
+            assert one_more == board.pricing.is_hopeless(load, len(gpus))
+    assert 10 < hopeless < 390

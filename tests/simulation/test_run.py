@@ -191,3 +191,12 @@ def test_thousands_of_jobs_on_a_large_cluster_take_seconds() -> None:
     found = run("solo", jobs, 128).metrics
     assert found.jobs_done == 3000 and found.queue_s.p95 is not None and found.queue_s.p95 > 3600
     assert time.process_time() - began < 40
+
+
+def test_the_bound_knows_true_durations_and_the_others_do_not() -> None:
+    """srtf decides the same whatever the predictor's error; a policy that is no bound does not."""
+    jobs = many_jobs(40, gpus=4)
+    right, wrong = (run("srtf", jobs, 4, predictor_error=error).metrics for error in (0.0, 0.5))
+    assert without_decision_time(right) == without_decision_time(wrong)
+    right, wrong = (run("tlora", jobs, 4, predictor_error=error).metrics for error in (0.0, 0.5))
+    assert without_decision_time(right) != without_decision_time(wrong)

@@ -70,7 +70,7 @@ def simulate(
             metavar="NAME|FILE",
             help="Of the device and base: one that comes with tlora, or what `tlora profile` "
             "wrote.",
-            show_default="a large GPU with an 8B base",
+            show_default="h200-llama-8b",
         ),
     ] = None,
     lengths: Annotated[

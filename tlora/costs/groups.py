@@ -58,6 +58,9 @@ class JobFigures:
     beside_s: float
     """Of a batch's work on a device, what its rows do not say: attention and adapters."""
 
+    least_s: float
+    """Seconds of a GPU that a batch takes, however it is cut and whatever goes beside it."""
+
     solo_plan: Plan
     """A replica for every GPU it brings that a sequence can be found for, and the bucket that is
     fastest."""
@@ -419,6 +422,7 @@ class Costs:
             step_s=step_s,
             parameters=parameters,
         )
+        beside_s = profile.time.square_s * whole.squares + whole.lora_s
         replicas = min(request.gpus, load.batch_size)
         link = self.cluster.link(narrowest(self.cluster, replicas))
         found: list[tuple[float, int]] = []
@@ -434,7 +438,8 @@ class Costs:
             parameters=parameters,
             latent=0.0,
             whole=whole,
-            beside_s=profile.time.square_s * whole.squares + whole.lora_s,
+            beside_s=beside_s,
+            least_s=profile.time.row_s * tokens + beside_s,
             solo_plan=Plan(replicas=replicas, bucket=bucket),
             solo_step_s=seconds,
         )

@@ -306,7 +306,9 @@ class _Telling:
         groups = board.state.groups
         self.gpus = {name: group.gpus for name, group in groups.items()}
         self.plans = {name: group.plan for name, group in groups.items()}
-        self.weights = {name: dict(group.jobs) for name, group in groups.items()}
+        self.weights = {name: group.jobs for name, group in groups.items()}
+        if board.touched:
+            self.weights = {name: dict(jobs) for name, jobs in self.weights.items()}
 
     def decisions(self, *, everywhere: bool) -> list[Decision]:
         if self.board.touched:

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from tlora.core.state import JobState, State
 
 
-def fair_gpus(state: State) -> dict[str, float]:
-    """Of every runnable job, by name; at most the GPUs it brings."""
-    jobs = state.runnable()
+def fair_gpus(state: State, jobs: Sequence[JobState] | None = None) -> dict[str, float]:
+    """Of every runnable job, by name; at most the GPUs it brings. `jobs`: those, where they are
+    known."""
+    jobs = state.runnable() if jobs is None else jobs
     if sum(job.request.gpus for job in jobs) <= state.up_gpus:
         return {job.name: float(job.request.gpus) for job in jobs}
     tenants: dict[str, list[JobState]] = {}

@@ -138,6 +138,8 @@ def joins(board: Board, piece: Piece, carefully: bool = True) -> Iterable[Option
     if not carefully and len(targets) > FEW:
         targets = [targets[0], *targets[1 - FEW :]]
     for target in targets:
+        if board.pricing.is_hopeless(target.load, len(target.gpus), piece):
+            continue
         priced = board.price(target.load.plus(piece), target.gpus)
         if priced.holds:
             gain = priced.worth - target.priced.worth
@@ -149,6 +151,8 @@ def donations(board: Board, piece: Piece, widest: int | None = None) -> Iterable
     alone = piece.alone
     for donor in board.widest(CANDIDATES):
         for count in widths(piece, len(donor.gpus) - 1, widest):
+            if board.pricing.is_hopeless(donor.load, len(donor.gpus) - count):
+                continue
             kept, given = split_gpus(board, donor, count)
             rest = board.price(donor.load, kept)
             if not rest.holds:

@@ -76,7 +76,9 @@ def _changes(board: Board, piece: Piece, movable: set[str], widest: int | None) 
     alone = piece.alone
     if no_worse(rest_priced, source.priced):
         for target in board.roomiest(piece.base, CANDIDATES):
-            if target is not source:
+            if target is not source and not board.pricing.is_hopeless(
+                target.load, len(target.gpus), piece
+            ):
                 load = target.load.plus(piece)
                 priced = board.price(load, target.gpus)
                 if priced.holds:

@@ -8,12 +8,13 @@ found more. A seed that gains nothing is left to the next tier.
 """
 
 from collections.abc import Callable
+from itertools import islice
 
 from tlora.core.cluster import Tier
 from tlora.core.decision import Reasons
 from tlora.schedule.board import Bin, Board
 from tlora.schedule.grouping import EPSILON, useful_replicas
-from tlora.schedule.pieces import Load, Priced
+from tlora.schedule.pieces import Load, Priced, load_of
 from tlora.schedule.tolls import Tolls
 
 LONGEST_PREFIX = 6
@@ -36,35 +37,36 @@ class Merging:
         # The bases take turns, from tick to tick.
         base = board.bases[int(board.state.now // TURN_S) % len(board.bases)]
         helped = False
+        row = _row(board, base)
         for tier in tiers:
-            helped |= self._merge_tier(board, base, tier, movable, widest, seeds)
+            if self._merge_tier(board, row, tier, movable, widest, seeds):
+                helped, row = True, _row(board, base)
         return helped
 
     def _merge_tier(
         self,
         board: Board,
-        base: str,
+        row: list[Bin],
         tier: Tier,
         movable: set[str],
         widest: int | None,
         seeds: int,
     ) -> bool:
-        row = [each for each in board.bins.values() if each.base == base]
-        row.sort(key=lambda each: (-_urgency(each), -each.pressure, each.name))
         helped = False
         # Every group has its turn as a seed, from tick to tick.
         first = int(board.state.now // TURN_S) * seeds % max(1, len(row))
         for seed in [*row[first:], *row[:first]][:seeds]:
             if seed.name not in board.bins:
                 continue
-            candidates = [
+            near = (
                 each
                 for each in reversed(row)
                 if each is not seed
                 and each.name in board.bins
                 and board.cluster.tier((*seed.gpus, *each.gpus)) <= tier
                 and all(piece.name in movable for piece in each.load.pieces)
-            ][:LONGEST_PREFIX]
+            )
+            candidates = list(islice(near, LONGEST_PREFIX))
             helped |= self._grow(board, seed, candidates, widest)
         return helped
 
@@ -110,15 +112,22 @@ class Merging:
     ) -> tuple[float, Load, tuple[int, ...], Priced] | None:
         load, gpus = seed.load, seed.gpus
         for each in others:
-            load = load.merged(each.load)
             gpus = (*gpus, *each.gpus)
+        load = load_of([*load.pieces, *(piece for each in others for piece in each.load.pieces)])
         gpus = gpus[: min(useful_replicas(load), widest or len(gpus))]
+        if board.pricing.is_hopeless(load, len(gpus)):
+            return None
         priced = board.price(load, gpus)
         if not priced.holds:
             return None
         gain = priced.worth - seed.priced.worth - sum(each.priced.worth for each in others)
         contents = [*((each, None, (), None) for each in others), (seed, load, gpus, priced)]
         return gain - self.tolls.of_change(board, contents), load, gpus, priced
+
+
+def _row(board: Board, base: str) -> list[Bin]:
+    row = [each for each in board.bins.values() if each.base == base]
+    return sorted(row, key=lambda each: (-_urgency(each), -each.pressure, each.name))
 
 
 def best_cut(gain: Callable[[int], float], most: int) -> int:

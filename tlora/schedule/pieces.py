@@ -77,6 +77,9 @@ class Piece:
     weight: float = 0.0
     """The same in tokens: in a full nano-batch all jobs are slowed alike."""
 
+    needs: float = 0.0
+    """GPUs without which no group can hold its bound, if predictions are right."""
+
     first_s: float = 0.0
     """Seconds for a batch at that rate."""
 
@@ -116,6 +119,7 @@ class Piece:
         self.limit_s = request.slowdown_bound / fair_rate
         self.rate = fair_rate * request.load.weight
         self.weight = self.rate * self.figures.batch_tokens
+        self.needs = self.figures.least_s / self.limit_s
         self.first_s = 1 / self.rate
         self.strictness = self.first_s / self.limit_s
 
@@ -133,6 +137,7 @@ class Load:
         "latent",
         "limit_s",
         "longest",
+        "needs",
         "parameters",
         "pieces",
         "pressed",
@@ -157,6 +162,7 @@ class Load:
     fair_tokens: float
     """That the jobs are due in a second."""
 
+    needs: float
     latent: float
     limit_s: float
     """Of the job that may be slowed least."""
@@ -200,9 +206,6 @@ class Load:
         """With one job instead of another."""
         return come.alone if len(self.pieces) == 1 else self.without(gone).plus(come)
 
-    def merged(self, other: "Load") -> "Load":
-        return load_of((*self.pieces, *other.pieces))
-
     def _plus(self, piece: Piece) -> "Load":
         # As if `load_of` had gone on with one more, to the last digit.
         figures = piece.figures
@@ -215,6 +218,7 @@ class Load:
         found.parameters = self.parameters + parameters
         found.worth = self.worth + piece.worth_s
         found.fair_tokens = self.fair_tokens + piece.weight
+        found.needs = self.needs + piece.needs
         found.latent = self.latent + figures.latent
         presses = piece.limit_s < self.limit_s
         found.limit_s = piece.limit_s if presses else self.limit_s
@@ -229,7 +233,7 @@ class Load:
 def load_of(pieces: Sequence[Piece]) -> Load:
     """Of at least one job."""
     tokens = beside_s = sequences = step_s = parameters = 0.0
-    worth = fair_tokens = latent = densest = 0.0
+    worth = fair_tokens = needs = latent = densest = 0.0
     limit_s = thinnest = float("inf")
     pressed, longest = "", 0
     for piece in pieces:
@@ -242,6 +246,7 @@ def load_of(pieces: Sequence[Piece]) -> Load:
         parameters += my_parameters
         worth += piece.worth_s
         fair_tokens += piece.weight
+        needs += piece.needs
         latent += figures.latent
         if piece.limit_s < limit_s:
             limit_s, pressed = piece.limit_s, piece.name
@@ -254,8 +259,8 @@ def load_of(pieces: Sequence[Piece]) -> Load:
     load = Load(tuple(pieces))
     load.tokens, load.beside_s, load.sequences = tokens, beside_s, sequences
     load.step_s, load.parameters, load.worth = step_s, parameters, worth
-    load.fair_tokens, load.latent, load.longest = fair_tokens, latent, longest
-    load.limit_s, load.pressed = limit_s, pressed
+    load.fair_tokens, load.needs, load.latent = fair_tokens, needs, latent
+    load.limit_s, load.pressed, load.longest = limit_s, pressed, longest
     load.densest, load.thinnest = densest, thinnest
     return load
 
@@ -268,15 +273,15 @@ class Pieces:
         self._kept: dict[str, Piece] = {}
         self._loads: dict[str, Load] = {}
 
-    def of(self, state: State) -> dict[str, Piece]:
+    def of(self, state: State, jobs: Sequence[JobState]) -> dict[str, Piece]:
         """Of all runnable jobs, by name, in order of arrival. Those of the last turn are changed by
         it."""
-        fair = fair_gpus(state)
+        fair = fair_gpus(state, jobs)
         credit = {tenant: credit_of(state, tenant) for tenant in state.due}
         result: dict[str, Piece] = {}
         kept = self._kept
         changed = False
-        for rank, job in enumerate(state.runnable()):
+        for rank, job in enumerate(jobs):
             request = job.request
             name = request.name
             piece = kept.get(name)
@@ -338,7 +343,7 @@ def new_piece(job: JobState, costs: Costs) -> Piece:
 
 def pieces_of(state: State, costs: Costs) -> dict[str, Piece]:
     """Once."""
-    return Pieces(costs).of(state)
+    return Pieces(costs).of(state, state.runnable())
 
 
 def credit_of(state: State, tenant: str) -> float:

@@ -4,7 +4,7 @@ from operator import attrgetter
 
 from tlora.core.cluster import Link
 from tlora.costs.groups import BaseCosts, Costs, Span, fullest_part
-from tlora.schedule.pieces import Load, Priced
+from tlora.schedule.pieces import Load, Piece, Priced
 
 ROUNDING = 1e-9
 
@@ -35,6 +35,14 @@ class Pricing:
             found = load.prices[key] = self._price(load, span, speed)
         self.asked += found.asked
         return found
+
+    def is_hopeless(self, load: Load, replicas: int, piece: Piece | None = None) -> bool:
+        """No bucket can hold all bounds, known without a price: the seconds of a GPU that the jobs
+        take at least are more than there are. `piece` is one more job."""
+        needs, latent, jobs = load.needs, load.latent, len(load.pieces)
+        if piece is not None:
+            needs, latent, jobs = needs + piece.needs, latent + piece.figures.latent, jobs + 1
+        return needs * self.costs.mistake(latent, jobs) > replicas * (1 + 1e-6)
 
     def _price(self, load: Load, span: Span, speed: float) -> Priced:
         base = self.costs.base(load.pieces[0].base)

@@ -21,6 +21,9 @@ class Entry:
     """Build the costs of this policy, and of the executor that it drives, with this one."""
 
     summary: str
+    is_bound: bool = False
+    """It is there to show what perfect knowledge would reach: simulations give it the true costs,
+    whatever the predictor's error."""
 
 
 POLICIES: dict[str, Entry] = {
@@ -38,7 +41,10 @@ POLICIES: dict[str, Entry] = {
         "our grouping, adapters in a loop",
     ),
     "srtf": Entry(
-        lambda costs, _: Srtf(costs), "fused", "shortest remaining time first, alone: a bound"
+        lambda costs, _: Srtf(costs),
+        "fused",
+        "shortest remaining time first, alone: a bound",
+        is_bound=True,
     ),
     "makespan": Entry(
         lambda costs, _: Makespan(costs), "fused", "ALTO between tasks: least time for all"

@@ -9,8 +9,8 @@ earns its cost, and not often.
 from collections.abc import Iterable, Sequence
 
 from tlora.core.decision import Decision, Reasons, Refuse
-from tlora.core.event import Event, Tick
-from tlora.core.state import State
+from tlora.core.event import Arrival, Event, Tick
+from tlora.core.state import JobState, State
 from tlora.costs.groups import Costs
 from tlora.schedule.board import Board
 from tlora.schedule.grouping import CANDIDATES, CAREFULLY, place_waiting
@@ -53,10 +53,11 @@ class Tlora(Policy):
         return self.merging.misses
 
     def decide(self, state: State, events: Sequence[Event]) -> list[Decision]:
-        if not state.up_gpus:
+        jobs = state.runnable()
+        if not state.up_gpus or _concerns_nobody(events, jobs):
             return []
-        refused = self._refused(state)
-        pieces = self.pieces.of(state)
+        refused = self._refused(state, jobs)
+        pieces = self.pieces.of(state, jobs)
         for decision in refused:
             del pieces[decision.job]
         if not pieces:
@@ -133,12 +134,12 @@ class Tlora(Policy):
             )
         ]
 
-    def _refused(self, state: State) -> list[Refuse]:
+    def _refused(self, state: State, jobs: Iterable[JobState]) -> list[Refuse]:
         """Jobs that would not fit on a GPU by themselves."""
         result: list[Refuse] = []
-        for job in state.waiting():
+        for job in jobs:
             request = job.request
-            if request.name in self._fitting:
+            if job.group is not None or request.name in self._fitting:
                 continue
             base = self.costs.base(request.base)
             figures = self.costs.figures(request)
@@ -161,3 +162,11 @@ def _pressed(board: Board) -> list[Piece]:
         for which in board.pressed(base, CANDIDATES)
         for piece in which.load.pieces
     ]
+
+
+def _concerns_nobody(events: Sequence[Event], runnable: Sequence[JobState]) -> bool:
+    """Only jobs have come, and they are too many to be looked at yet."""
+    if not events or not all(isinstance(event, Arrival) for event in events):
+        return False
+    names = {event.request.name for event in events if isinstance(event, Arrival)}
+    return not any(job.name in names for job in reversed(runnable))

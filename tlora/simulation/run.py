@@ -56,12 +56,13 @@ def simulate(
     on_progress: Callable[[int], None] | None = None,
 ) -> Result:
     """Until every job is done. `predictor_error`: see `Costs`; the world itself goes by the true
-    costs. `world`: what befalls the cluster, drawn from the seed or given. `on_progress` is called
-    with the number of jobs that are through. The same arguments give the same result, but for the
-    time that decisions took."""
+    costs, and so does a policy that is there as a bound. `world`: what befalls the cluster, drawn
+    from the seed or given. `on_progress` is called with the number of jobs that are through. The
+    same arguments give the same result, but for the time that decisions took."""
     known = Costs(profiles, cluster)
     make_policy(policy, known)  # An unknown name is said before anything else.
-    kernel = POLICIES[policy].kernel
+    entry = POLICIES[policy]
+    kernel = entry.kernel
     events = (
         draw_events(world, cluster, until_s=_horizon(requests, known), seed=seed)
         if isinstance(world, World)
@@ -78,7 +79,8 @@ def simulate(
         exits=exits,
         watcher=recorder,
     )
-    predictor = Costs(profiles, cluster, kernel=kernel, error=predictor_error, seed=seed)
+    error = 0.0 if entry.is_bound else predictor_error
+    predictor = Costs(profiles, cluster, kernel=kernel, error=error, seed=seed)
     decider = make_policy(policy, predictor, settings)
     loop = Loop(state=state, policy=decider, executor=executor, store=recorder, clock=clock)
     told = 0
