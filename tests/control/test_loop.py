@@ -1,15 +1,20 @@
 """The loop over simulated time, with the simplest policy."""
 
+import gc
 import json
+import math
 
 from support.scheduling import Run, costs_of, request
 
+from tlora.control.loop import Loop
 from tlora.control.protocols import turn_of_json
-from tlora.control.replay import replay
+from tlora.control.replay import Nobody, Nowhere, replay
+from tlora.core.clock import ManualClock
 from tlora.core.cluster import uniform_cluster
-from tlora.core.event import GpuFailure, GpuRepair, Straggler
+from tlora.core.decision import Decision
+from tlora.core.event import Arrival, GpuFailure, GpuRepair, Straggler
 from tlora.core.state import State
-from tlora.schedule import make_policy
+from tlora.schedule import Policy, make_policy
 
 JOBS = [
     request("a", steps=1000),
@@ -58,3 +63,69 @@ def test_a_failed_gpu_sends_its_job_back_with_its_whole_steps() -> None:
     late = run.ended_at()["a"] - calm
     again = 10.0 + costs.start_s("llama")
     assert again <= late <= again + costs.figures(JOBS[0]).solo_step_s
+
+
+class Watcher(Policy):
+    """Remembers how it was asked; wants to be asked again at a time of its own."""
+
+    name = "watcher"
+
+    def __init__(self, look_by: float) -> None:
+        self.next_look = look_by
+        self.collecting: list[bool] = []
+
+    def decide(self, state: State, events) -> list[Decision]:
+        self.collecting.append(gc.isenabled())
+        return []
+
+    def look_by(self, state: State) -> float:
+        return self.next_look
+
+
+class Waiter(Nobody):
+    """Nothing happens; how long it was to wait is remembered."""
+
+    idle = False
+
+    def __init__(self, clock: ManualClock) -> None:
+        self.clock = clock
+        self.waited: list[float] = []
+
+    def wait(self, until: float):
+        self.waited.append(until)
+        self.clock.move_to(until)
+        return ()
+
+
+def test_a_policy_is_asked_when_it_wants_to_and_at_every_tick_at_least() -> None:
+    clock = ManualClock()
+    policy, waiter = Watcher(40.0), Waiter(clock)
+    loop = Loop(
+        state=State(uniform_cluster(1)),
+        policy=policy,
+        executor=waiter,
+        store=Nowhere(),
+        clock=clock,
+        tick_s=100.0,
+    )
+    loop.turn(0.0, [Arrival(0.0, JOBS[0])], {})
+    loop.step()
+    policy.next_look = math.inf
+    loop.step()
+    assert waiter.waited == [40.0, 140.0]
+
+
+def test_no_garbage_is_collected_while_a_policy_decides() -> None:
+    """And it is afterwards, as before."""
+    policy = Watcher(math.inf)
+    loop = Loop(
+        state=State(uniform_cluster(1)),
+        policy=policy,
+        executor=Nobody(),
+        store=Nowhere(),
+        clock=ManualClock(),
+    )
+    assert gc.isenabled()
+    loop.turn(0.0, [Arrival(0.0, JOBS[0])], {})
+    assert policy.collecting == [False]
+    assert gc.isenabled()

@@ -5,8 +5,10 @@
 The server, `tlora train` and the simulator all run this; they differ in clock, executor and store.
 """
 
+import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from tlora.control.protocols import Executor, Store, Turn
 from tlora.core.clock import Clock
@@ -16,6 +18,18 @@ from tlora.schedule.fairness import fair_gpus
 from tlora.schedule.policy import Policy
 
 TICK_S = 300.0
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Garbage is left for later: a full collection takes longer than most decisions."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class Loop:
@@ -62,7 +76,8 @@ class Loop:
         for event in events:
             state.happen(event)
         began = time.process_time()
-        decisions = self.policy.decide(state, events)
+        with uncollected():
+            decisions = self.policy.decide(state, events)
         decided_s = time.process_time() - began
         done = Turn(self.turns, now, tuple(events), progress, tuple(decisions), decided_s)
         self.turns += 1
