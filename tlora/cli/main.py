@@ -22,6 +22,7 @@ from tlora.cli import (
     schema,
     simulate,
     train,
+    tune,
     verify,
 )
 from tlora.cli.output import print_error
@@ -38,6 +39,7 @@ app = typer.Typer(
 )
 app.command("demo")(demo.demo)
 app.command("train")(train.train)
+app.command("tune")(tune.tune)
 app.command("check")(check.check)
 app.command("preview")(preview.preview)
 app.command("report")(report.report)

@@ -255,6 +255,7 @@ class SweepSpec:
 def trial_of(task: JobSpec, name: str, params: Params) -> JobSpec:
     """The task with these fields replaced. Raises SpecError, naming trial and field, where the
     values do not go together."""
+    params = {key: _frozen(value) for key, value in params.items()}
     try:
         return replace(_replaced(task, params), name=name)
     except SpecError as error:
@@ -270,3 +271,8 @@ def _replaced(spec: Any, params: Params, prefix: str = "") -> Any:
         elif is_dataclass(old) and any(name.startswith(f"{path}.") for name in params):
             changes[each.name] = _replaced(old, params, f"{path}.")
     return replace(spec, **changes)
+
+
+def _frozen(value: Any) -> Any:
+    """A list of values that was stored comes back as a list."""
+    return tuple(value) if isinstance(value, list) else value  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]

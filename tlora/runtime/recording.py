@@ -136,6 +136,10 @@ class Recorder:
                 # An adapter that was still to be written when the run was stopped.
                 self.progress.say(f"{driver.name}: {driver.reason}")
 
+    def checkpoint(self, driver: JobDriver) -> None:
+        """Save an attached job as it is now, in the background: it may leave meanwhile."""
+        self._checkpoint(driver)
+
     def rescue(self, drivers: list[JobDriver]) -> None:
         """The loop broke: save the jobs that are whole, and raise nothing, for an error is on its
         way. The others have their last checkpoints."""
