@@ -294,3 +294,19 @@ def read_conditions(raw: object) -> tuple[When, ...]:
         values = value if is_list(value) else [value]
         found.append(When(field=field, values=read_values(field, values)))
     return tuple(found)
+
+
+def read_changes(texts: Sequence[str]) -> Tree:
+    """`FIELD=VALUE` for a trial that is cloned, under canonical names. Raises SpecError."""
+    changes: Tree = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise SpecError(f"override '{text}': must read FIELD=VALUE, such as train.lr=1e-3")
+        try:
+            field = canonical(key.strip())
+            check_tried(field)
+            changes[field] = read_value(field, parse_yaml(value, f"override '{text}'"))
+        except SpecError as error:
+            raise SpecError(error.message, field=key.strip()) from None
+    return changes

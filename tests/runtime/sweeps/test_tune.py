@@ -6,7 +6,8 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Any, ClassVar
 
 import pytest
 import yaml
@@ -16,10 +17,12 @@ from support.runs import job_file
 import tlora
 from tlora.core.errors import SpecError
 from tlora.runtime.sweeps import running
+from tlora.runtime.sweeps import tune as tune_module
 from tlora.runtime.sweeps.view import View
 from tlora.store.study import StudyLog
 from tlora.training.engine import Engine
 from tlora.tuning.events import Attach, Evaluated, Exit, Hold
+from tlora.tuning.space import sample
 
 STEPS = 20
 
@@ -349,3 +352,38 @@ def test_a_person_stops_clones_and_resumes_while_it_runs(base, rows, tmp_path, m
     assert answers[1] == "cloned as t-05.1" and "no trial 't-99'" in str(answers[3])
     names = [job["name"] for job in yaml.safe_load((output / "resolved.yaml").read_text())["jobs"]]
     assert "t-05.1" in names
+
+
+class Chance:
+    """Stands in for Optuna's samplers: draws, and notes what it is told."""
+
+    told: ClassVar[dict[str, float | None]] = {}
+
+    def __init__(self, search, *, asked: int = 0) -> None:
+        self.search, self.asked = search, asked
+
+    def ask(self, name: str) -> dict[str, Any]:
+        self.asked += 1
+        return sample(self.search.space, Random(self.asked))
+
+    def tell(self, name: str, value: float | None) -> None:
+        self.told[name] = value
+
+    def remember(self, params: dict[str, Any], value: float) -> None:
+        pass
+
+
+def test_a_sampler_that_decides_as_it_goes_is_asked_when_there_is_room(
+    base, rows, tmp_path, monkeypatch
+):
+    """Two at a time: all five are asked for one by one, warmed up, and told of."""
+    monkeypatch.setattr(tune_module, "OptunaSampler", Chance)
+    monkeypatch.setattr(tune_module, "check_sampler", lambda name: None)
+    file = sweep_file(base, rows, exact=False, search={"sampler": "tpe", "trials": 5})
+    file["search"]["space"]["train.learning_rate"] = {"log": [1e-4, 1e-1]}
+    spec = tlora.load_sweep(file)
+    assert tlora.tune(spec, output=tmp_path / "run", view=StopAfter(9)).interrupted
+    study = tlora.tune(spec, output=tmp_path / "run", view=lines())
+    assert [trial.name for trial in study.trials] == [f"t-{at:02}" for at in range(5)]
+    assert sorted(trial.status for trial in study.trials) == ["completed"] * 2 + ["exited"] * 3
+    assert study.best is not None and Chance.told[study.best.name] == study.best.value

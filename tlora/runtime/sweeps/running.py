@@ -66,13 +66,18 @@ class SweepRunner:
         self.recorder = recorder
         self.view = view
         self.on_change = on_change
-        """Told when trials have come or gone."""
+        """Told when trials have come or gone, not more than once between two nano-batches."""
 
         self.sampler: OptunaSampler | None = None
         self._drivers: dict[str, JobDriver] = {}
         """Of the trials that are attached."""
 
         self._todo: deque[Action] = deque()
+        self.kept = 0
+        """Trials that are in the job file on disk."""
+
+        self._changed = False
+        self._left_out = 0
         self._grad_norms: dict[str, float] = {}
         self._started = time.perf_counter()
         self._looked = self._started
@@ -93,6 +98,9 @@ class SweepRunner:
             self._ask()
             while self._todo:
                 self._carry_out(self._todo.popleft())
+            if self._changed:
+                self._changed = False
+                self.on_change(self)
             if self._drivers:
                 self._train(should_stop)
                 continue
@@ -119,6 +127,7 @@ class SweepRunner:
         self.made |= made
         for each in made.values():
             self.recorder.data_keys[each.job.name] = each.data.key
+        # On disk before the log knows of them: a trial of the log is one of the job file.
         self.on_change(self)
         self.tell(Added(tuple(each.plan for each in made.values())))
 
@@ -153,12 +162,13 @@ class SweepRunner:
                     self._write_result(self.state.trials[verdict.trial])
                 else:
                     self._leave(driver, str(verdict))
-                self.on_change(self)
+                self._changed = True
 
     def _attach(self, name: str) -> None:
         made, trial, directory = self.made[name], self.state.trials[name], self.recorder.directory
-        # What it goes on from may still be on its way to the disk.
-        self.recorder.save([])
+        if trial.history.evaluations or trial.kept:
+            # What it goes on from may still be on its way to the disk.
+            self.recorder.save([])
         found = resumption(directory, made.job)
         if found.result is not None and not trial.kept and trial.live:
             # It came to its end, and the process to its own before it could be told.
@@ -313,7 +323,7 @@ class SweepRunner:
             self.tell(Completed(**told, reason=result.reason))
         else:
             self.tell(Failed(**told, reason=result.reason or result.status))
-        self.on_change(self)
+        self._changed = True
 
     # Samplers that decide as they go
 
@@ -323,11 +333,20 @@ class SweepRunner:
             return
         own = [trial for trial in self.state.trials.values() if trial.plan.parent is None]
         while self.state.has_room_for_more and not self._todo_has_exit():
-            if len(own) >= search.trials or self.state.over_budget:
+            number = len(own) + self._left_out
+            if number >= search.trials or self.state.over_budget:
                 self.tell(Closed())
                 return
-            name = trial_name(self.spec, len(own), max(2, len(str(search.trials - 1))))
-            self.add(self.maker.make({name: sampler.ask(name)}))
+            name = trial_name(self.spec, number, max(2, len(str(search.trials - 1))))
+            try:
+                made = self.maker.make({name: sampler.ask(name)})
+            except TloraError as error:
+                # Settings that do not go together: the sampler hears of it, the others go on.
+                self.view.say(f"{name}: left out: {error}")
+                sampler.tell(name, None)
+                self._left_out += 1
+                continue
+            self.add(made)
             own.append(self.state.trials[name])
 
     def _todo_has_exit(self) -> bool:

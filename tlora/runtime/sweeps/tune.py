@@ -47,7 +47,7 @@ MAY_CHANGE = (
 )
 """Of a sweep that has begun: what changes how long it runs, not what its trials are."""
 
-COMPARED_SHARE = 0.02
+COMPARED_SHARE = 0.2
 COMPARED_SECONDS = 5.0
 COMPARED_TRIALS = 8
 
@@ -263,7 +263,8 @@ def begin(runner: SweepRunner, turns: list[StudyTurn]) -> None:
 
 def keep(runner: SweepRunner, directory: RunDirectory) -> None:
     """What others read while the sweep runs: the trials as a job file, and how they stand."""
-    if runner.made:
+    if len(runner.made) != runner.kept:
+        runner.kept = len(runner.made)
         jobs = tuple(each.job for each in runner.made.values())
         replace_text(directory.root / "resolved.yaml", dump_spec(runner.spec.run(jobs)))
     study = study_of(runner.state, runner.spec, directory.root, runner.seconds, interrupted=True)
