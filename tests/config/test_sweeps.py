@@ -53,6 +53,7 @@ def test_a_sweep_file_is_read_with_every_spelling(tmp_path: Path) -> None:
     assert (spec.search.trials, spec.task.train.max_steps) == (90, 7)
     assert (spec.early_exit.keep, spec.early_exit.warmup) == (0.5, 0.05)
     assert load_sweep(tree(early_exit="none")).early_exit.method == "none"
+    assert load_sweep(tree(), ["early_exit=none"]).early_exit.method == "none"
 
 
 def test_a_trial_is_the_task_with_some_fields_replaced() -> None:

@@ -6,6 +6,7 @@ job, under any of their spellings; their values are read as the fields' own type
 """
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -73,7 +74,7 @@ def load_sweep(
     """The sweep that a YAML or JSON file, or a mapping, asks for. Raises as `load_spec` does."""
     document = read_source(source)
     problems = Problems()
-    own = [text for text in overrides if text.partition(".")[0].strip() in SWEEP_KEYS]
+    own = [text for text in overrides if re.split(r"[.=]", text)[0].strip() in SWEEP_KEYS]
     run = load_task(document, [text for text in overrides if text not in own], problems)
     settings = read_settings(document.tree, own, problems)
     space = read_space(document.tree, problems)

@@ -22,7 +22,9 @@ from tlora.runtime.sweeps.view import View
 from tlora.store.study import StudyLog
 from tlora.training.engine import Engine
 from tlora.tuning.events import Attach, Evaluated, Exit, Hold
+from tlora.tuning.rerun import curves_of, plans_of, rerun
 from tlora.tuning.space import sample
+from tlora.tuning.study import StudyState
 
 STEPS = 20
 
@@ -387,3 +389,21 @@ def test_a_sampler_that_decides_as_it_goes_is_asked_when_there_is_room(
     assert [trial.name for trial in study.trials] == [f"t-{at:02}" for at in range(5)]
     assert sorted(trial.status for trial in study.trials) == ["completed"] * 2 + ["exited"] * 3
     assert study.best is not None and Chance.told[study.best.name] == study.best.value
+
+
+def test_the_curves_of_a_whole_sweep_tell_what_a_rule_would_have_done(base, rows, swept, tmp_path):
+    """The real sweep with early exit, two at a time, gave up the same trials on the same numbers as
+    the curves of one without, brought through the rule again."""
+    file = sweep_file(base, rows, early_exit={"method": "none"}, search={"max_parallel": None})
+    tlora.tune(tlora.load_sweep(file), output=tmp_path / "whole", view=lines())
+    events = [turn.event for turn in log_of(tmp_path / "whole")]
+    spec = tlora.load_sweep(sweep_file(base, rows))
+    again = rerun(StudyState.of(spec, None), plans_of(events), curves_of(events))
+    study = json.loads((swept / "study.json").read_text())
+    real = {each["name"]: (each["status"], each["numbers"]) for each in study["trials"]}
+    found = {
+        name: (trial.phase.value, trial.verdict.numbers if trial.verdict else {})
+        for name, trial in again.trials.items()
+    }
+    assert found == real
+    assert again.tokens_spent == study["tokens_spent"]
