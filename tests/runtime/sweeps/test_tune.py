@@ -407,3 +407,30 @@ def test_the_curves_of_a_whole_sweep_tell_what_a_rule_would_have_done(base, rows
     }
     assert found == real
     assert again.tokens_spent == study["tokens_spent"]
+
+
+def test_an_engine_that_runs_ahead_gives_up_the_same_trials(
+    base, rows, swept, tmp_path, monkeypatch
+):
+    """As on a GPU, where results are read while the next nano-batch runs: the same bits."""
+    real = Engine.__init__
+
+    def ahead(self, *args, **options):
+        real(self, *args, **{**options, "ahead": 1})
+
+    monkeypatch.setattr(Engine, "__init__", ahead)
+    spec = tlora.load_sweep(sweep_file(base, rows))
+    tlora.tune(spec, output=tmp_path / "run", view=lines())
+    same_end(tmp_path / "run", swept)
+
+
+def test_without_held_out_rows_the_training_loss_decides(base, rows, tmp_path):
+    """With no early exit; the last adapter wins."""
+    file = sweep_file(base, rows, exact=False, early_exit={"method": "none"})
+    file["defaults"]["eval"] = {}
+    file["search"] |= {"objective": {"metric": "loss"}, "space": {"lora.r": [2, 4]}}
+    study = tlora.tune(tlora.load_sweep(file), output=tmp_path / "run", view=lines())
+    assert study.best is not None and study.winner is not None
+    settings = json.loads((tmp_path / "run" / "winner" / "settings.json").read_text())
+    assert settings["adapter_from"] == f"{study.best.name}/adapter"
+    assert study.best.value == min(trial.value for trial in study.trials if trial.value)

@@ -5,6 +5,7 @@ that was killed is replayed from its log and goes on; a trial goes on from its c
 it tells a second time is known.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from tlora.runtime.sweeps.trials import MadeTrial, TrialMaker, trial_name
 from tlora.runtime.sweeps.view import View
 from tlora.runtime.training import adapter_start, enter_job
 from tlora.store.study import Request, StudyLog
+from tlora.training.checkpoint import checkpoints
 from tlora.training.driver import JobDriver, Status
 from tlora.training.loop import run_jobs
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
@@ -72,10 +74,10 @@ class SweepRunner:
         self._drivers: dict[str, JobDriver] = {}
         """Of the trials that are attached."""
 
-        self._todo: deque[Action] = deque()
         self.kept = 0
         """Trials that are in the job file on disk."""
 
+        self._todo: deque[Action] = deque()
         self._changed = False
         self._left_out = 0
         self._grad_norms: dict[str, float] = {}
@@ -143,9 +145,11 @@ class SweepRunner:
                 self._leave_again(trial)
 
     def _leave_again(self, trial: Trial) -> None:
-        """It was given up just before the end of a process: its adapters may not be on disk. One
-        that was held has them; another runs up to its exit again."""
-        if trial.verdict is None or trial.verdict.rule == "underperforming":
+        """It was given up just before the end of a process: its adapters may not be on disk. They
+        are if a checkpoint of that step is; if not it runs up to its exit again."""
+        saved = checkpoints(self.recorder.directory.root / trial.name / "checkpoints")
+        step = int(saved[-1].name.removeprefix("step-")) if saved else 0
+        if trial.verdict is None or step >= trial.verdict.step:
             self._write_result(trial)
         else:
             self._attach(trial.name)
@@ -155,7 +159,10 @@ class SweepRunner:
             case Attach(trial=name):
                 self._attach(name)
             case Hold(trial=name):
-                self._hold(self._drivers.pop(name))
+                driver = self._drivers.pop(name, None)
+                # It may have failed since; that is told when its files are on disk.
+                if driver is not None:
+                    self._hold(driver)
             case Exit(verdict=verdict):
                 driver = self._drivers.pop(verdict.trial, None)
                 if driver is None:
@@ -221,7 +228,7 @@ class SweepRunner:
         last = trial.history.evaluations[-1] if trial.history.evaluations else None
         best = min(
             trial.history.evaluations,
-            key=lambda each: each.metrics.get("eval_loss", 0.0),
+            key=lambda each: each.metrics.get("eval_loss", math.inf),
             default=None,
         )
         has_best = (directory.job(trial.name) / "best").is_dir()

@@ -20,7 +20,7 @@ from tlora.runtime.directory import JobResult
 from tlora.runtime.figures import duration_figure, loss_figure, rate_figure
 from tlora.training.driver import JobDriver
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
-from tlora.tuning.events import Action, Event, Exit, Failed, Spent
+from tlora.tuning.events import Action, Added, Event, Exit, Failed, Spent
 from tlora.tuning.results import Study, TrialResult
 from tlora.tuning.study import Phase, StudyState, Trial
 
@@ -63,6 +63,9 @@ class View:
 
     def on_turn(self, state: StudyState, event: Event, actions: Sequence[Action]) -> None:
         exits = [action for action in actions if isinstance(action, Exit)]
+        if isinstance(event, Added):
+            refused = [t for p in event.plans if (t := state.trials[p.name]).phase is Phase.FAILED]
+            self.say(*(f"{trial.name}: cannot be tried: {trial.reason}" for trial in refused))
         if isinstance(event, Failed):
             self.say(f"{event.trial}: failed at step {event.step}: {event.reason}")
         if isinstance(event, Spent):
@@ -128,7 +131,8 @@ class View:
         state = self.state
         if state is None:
             return ""
-        phases = Counter(trial.phase.value for trial in state.trials.values())
+        # A list: another thread may draw while a trial is added.
+        phases = Counter(trial.phase.value for trial in list(state.trials.values()))
         parts = [f"{phases[each.value]} {each.value}" for each in Phase if phases[each.value]]
         best = state.best
         leader = (
@@ -213,15 +217,13 @@ def leaderboard(
     """The best first, those that run before those that are over."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, caption=footer)
     table.caption_justify = "left"
-    names = list(
-        dict.fromkeys(name for trial in state.trials.values() for name in trial.plan.params)
-    )
+    ranked = state.ranked()
+    names = list(dict.fromkeys(name for trial in ranked for name in trial.plan.params))
     for title in ("", "trial", *(name.rpartition(".")[2] for name in names)):
         table.add_column(title, no_wrap=True)
     for title in ("step", "loss", state.objective.metric):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("status", no_wrap=True)
-    ranked = state.ranked()
     shown = (
         sorted(ranked, key=lambda trial: not trial.live)[:rows] if len(ranked) > rows else ranked
     )
@@ -309,5 +311,7 @@ def closing_lines(study: Study, most: int = LEADERS) -> list[str]:
             f"winner:  {study.winner.adapter}",
             f"alone:   {study.winner.command}",
         ]
+    elif study.best is not None and not study.interrupted:
+        lines.append(f"{study.best.name} is the best, but its adapter is not on disk")
     lines.append(f"report:  {study.output / 'report.html'}")
     return lines
