@@ -47,12 +47,17 @@ class Recorder:
         engine: Engine,
         progress: Progress,
         sinks: Sinks,
+        *,
+        looks: bool = True,
     ) -> None:
+        """`looks`: the logits of every adapter are compared before it is written. Where many are
+        written and one is kept, that one is looked at in the end."""
         self.directory = directory
         self.base = base
         self.engine = engine
         self.progress = progress
         self.sinks = sinks
+        self._looks = looks
         self.results: list[JobResult] = []
         self._writer = Writer()
         self._failures: list[SaveFailed] = []
@@ -347,9 +352,9 @@ class Recorder:
         name: str,
         then: Callable[[], None] = lambda: None,
     ) -> None:
-        model = self.engine.super_model
+        model, probe = self.engine.super_model, driver.train[0] if self._looks else None
         try:
-            write = begin_export(weights, driver.spec, self.base, model, driver.train[0])
+            write = begin_export(weights, driver.spec, self.base, model, probe)
         except (OSError, TloraError, RuntimeError, MemoryError) as error:
             write = _raises(error)
         self._write(driver, name, write, weights.num_bytes, then)

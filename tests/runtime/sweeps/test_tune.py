@@ -4,6 +4,7 @@ whom it belongs to, and a restart that loses nothing."""
 import io
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from random import Random
@@ -16,7 +17,7 @@ from support.runs import job_file
 
 import tlora
 from tlora.core.errors import SpecError
-from tlora.runtime.sweeps import running
+from tlora.runtime.sweeps import running, winning
 from tlora.runtime.sweeps import tune as tune_module
 from tlora.runtime.sweeps.view import View
 from tlora.store.study import StudyLog
@@ -434,3 +435,57 @@ def test_without_held_out_rows_the_training_loss_decides(base, rows, tmp_path):
     settings = json.loads((tmp_path / "run" / "winner" / "settings.json").read_text())
     assert settings["adapter_from"] == f"{study.best.name}/adapter"
     assert study.best.value == min(trial.value for trial in study.trials if trial.value)
+
+
+def test_an_exit_that_a_crash_cut_short_is_made_up_for(base, rows, tmp_path, monkeypatch):
+    """Given up in the log, and the process gone before anything was written: it runs up to its exit
+    again, from its checkpoint, and its best adapter is that of the undisturbed sweep."""
+    exits = {"overfitting_gap": 0.0, "warmup": 1.0, "smoothing": 1.0}
+    file = sweep_file(base, rows, early_exit=exits, search={"max_parallel": None})
+    file["defaults"]["train"] |= {"max_steps": 80, "batch_size": 8}
+    file["search"]["space"] = {"train.learning_rate": [5e-2]}
+    file["engine"]["nano_batch_tokens"] = 256
+    spec = tlora.load_sweep(file)
+    expected = tlora.tune(spec, output=tmp_path / "whole", view=lines())
+    assert expected.trials[0].rule == "overfitting"
+
+    with monkeypatch.context() as patch:
+
+        def gone(self, driver, reason):
+            raise KeyboardInterrupt
+
+        patch.setattr(running.SweepRunner, "_leave", gone)
+        with pytest.raises(KeyboardInterrupt):
+            tlora.tune(spec, output=tmp_path / "cut", view=lines())
+    assert not (tmp_path / "cut" / "t-00" / "result.json").exists()
+    shutil.rmtree(tmp_path / "cut" / "t-00" / "best")
+    study = tlora.tune(spec, output=tmp_path / "cut", view=lines())
+    assert study.trials == expected.trials
+    for name in ("best", "adapter"):
+        assert adapter_bytes(tmp_path / "cut", "t-00", name) == adapter_bytes(
+            tmp_path / "whole", "t-00", name
+        )
+    assert sum(isinstance(t.event, Evaluated) for t in log_of(tmp_path / "cut")) == sum(
+        isinstance(t.event, Evaluated) for t in log_of(tmp_path / "whole")
+    )
+
+
+def test_a_winner_whose_files_give_other_logits_is_not_handed_out(
+    base, rows, tmp_path, monkeypatch
+):
+    """Trials are written without a look at their logits; the winner has one, and a scale off by a
+    hundredth is seen."""
+    file = sweep_file(base, rows, exact=False, search={"space": {"lora.r": [2]}})
+    spec = tlora.load_sweep(file)
+    real = winning.adapter_logits
+    monkeypatch.setattr(
+        winning,
+        "adapter_logits",
+        lambda model, weights, scale, probe: real(model, weights, 1.01 * scale, probe),
+    )
+    view = lines()
+    study = tlora.tune(spec, output=tmp_path / "run", view=view)
+    assert study.best is not None and study.winner is None
+    assert "the winner's adapter is not to be used" in said(view)
+    monkeypatch.undo()
+    assert tlora.tune(spec, output=tmp_path / "run", view=lines()).winner is not None

@@ -9,7 +9,7 @@ import torch
 
 from tlora.config import dump_spec
 from tlora.config.reading import plain
-from tlora.core.errors import SpecError
+from tlora.core.errors import AdapterError, SpecError
 from tlora.core.job import JobSpec
 from tlora.core.sweep import Params, SweepSpec
 from tlora.model.loading import load_shape, resolve_device
@@ -34,7 +34,7 @@ from tlora.store.study import StudyLog, StudyTurn
 from tlora.training.controller import Controller
 from tlora.training.engine import Engine
 from tlora.tuning.events import Added, Closed
-from tlora.tuning.results import Fusion, Study, tokens_full, trial_result
+from tlora.tuning.results import Fusion, Study, Winner, tokens_full, trial_result
 from tlora.tuning.samplers import OptunaSampler, check_sampler, is_known_before
 from tlora.tuning.study import StudyState, replayed
 
@@ -105,9 +105,9 @@ def tune(
     directory = SweepDirectory(directory.root)
     directory.create(fresh=fresh)
     log = StudyLog(directory.root / "state.sqlite")
-    recorder = Recorder(
-        directory, spec.base, engine, view, Sinks(spec.report_to, directory.root, view.say)
-    )
+    sinks = Sinks(spec.report_to, directory.root, view.say)
+    # Trials are written at every evaluation that is their best: only the winner's logits count.
+    recorder = Recorder(directory, spec.base, engine, view, sinks, looks=False)
     try:
         replace_text(directory.root / "data.txt", "\n".join(full_lines(shared)) + "\n")
         directory.event("began")
@@ -129,7 +129,7 @@ def tune(
         log.close()
     study = study_of(state, spec, directory.root, runner.seconds, interrupted=interrupted)
     if not interrupted:
-        study = replace(study, winner=keep_winner(spec, study, made))
+        study = replace(study, winner=kept_winner(spec, study, made, model, view))
         if measure_fusion:
             study = replace(study, fusion=measured_fusion(spec, made, model, engine.budget_tokens))
     directory.write_json(directory.root / "study.json", study.as_json())
@@ -288,6 +288,16 @@ def study_of(
         interrupted=interrupted,
         over=state.over,
     )
+
+
+def kept_winner(
+    spec: SweepSpec, study: Study, made: dict[str, MadeTrial], model: SuperModel, view: View
+) -> Winner | None:
+    try:
+        return keep_winner(spec, study, made, model)
+    except (AdapterError, OSError) as error:
+        view.say(f"the winner's adapter is not to be used: {error}")
+        return None
 
 
 def measured_fusion(

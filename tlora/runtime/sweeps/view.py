@@ -312,6 +312,6 @@ def closing_lines(study: Study, most: int = LEADERS) -> list[str]:
             f"alone:   {study.winner.command}",
         ]
     elif study.best is not None and not study.interrupted:
-        lines.append(f"{study.best.name} is the best, but its adapter is not on disk")
+        lines.append(f"{study.best.name} is the best, but it has no adapter that can be used")
     lines.append(f"report:  {study.output / 'report.html'}")
     return lines
