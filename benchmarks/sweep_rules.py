@@ -85,11 +85,11 @@ def outcomes(root: Path) -> list[Outcome]:
     return found
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIR")
     parser.add_argument("--json", type=Path, metavar="F")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
     print(f"{'sweep':<22}{'rule':<32}{'saved':>6}  {'best':>8}  {'regret':>7}  place  given up")
     for directory in options.directories:

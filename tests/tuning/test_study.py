@@ -271,3 +271,36 @@ def test_no_trial_is_lost_or_run_twice_and_memory_is_kept_to(trials, method, roo
     stored = [event_of_json(as_json(event)) for event in world.log]
     assert replayed(again, stored) == world.decided
     assert phases(again) == phases(state)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    TRIALS, st.sampled_from(["alto", "asha"]), st.one_of(st.none(), st.floats(4.0, 9.0)), st.data()
+)
+def test_people_who_interfere_lose_nothing_either(trials, method, room, data):
+    """Trials are stopped, resumed and cloned at any time: the sweep still ends, nobody starts twice
+    or takes more than its steps, memory is kept to, and the log replays."""
+    state = state_of(method, room_bytes=room)
+    plans = [plan(f"t{at}", size=size, batch=b) for at, (size, b, _) in enumerate(trials)]
+    curves = {each.name: trials[at][2] for at, each in enumerate(plans)}
+    world = world_of(state, plans, curves)
+    for number in range(12):
+        name = data.draw(st.sampled_from(sorted(state.trials)))
+        what = data.draw(st.sampled_from(["turn", "turn", "stop", "resume", "clone"]))
+        if what == "turn" and world.attached:
+            world.turn(data.draw(st.sampled_from(sorted(world.attached))))
+        elif what == "stop":
+            world.tell(Stopped(name))
+        elif what == "resume" and state.trials[name].phase is Phase.EXITED:
+            world.tell(Resumed(name))
+        elif what == "clone":
+            copy = f"{name}.{number}"
+            curves[copy] = 1.0
+            world.tell(Added((plan(copy, size=1.0, parent=name),)))
+    world.run()
+    assert state.over, "somebody waits for ever"
+    assert room is None or world.most_bytes <= room
+    assert set(world.starts.values()) <= {1}
+    assert all(steps <= TOTAL for steps in world.trained.values())
+    again = state_of(method, room_bytes=room)
+    assert replayed(again, world.log) == world.decided
