@@ -4,14 +4,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tlora.config import load_spec
+    from tlora.config import load_spec, load_sweep
     from tlora.core.job import JobSpec, RunSpec
+    from tlora.core.sweep import SweepSpec
     from tlora.kernels.multi_lora import multi_lora
     from tlora.model.peft_format import export_adapter
     from tlora.model.super_model import SuperModel
+    from tlora.runtime.sweeps.tune import tune
     from tlora.runtime.training import RunResult, train
     from tlora.simulation.run import simulate
     from tlora.training.engine import Engine
+    from tlora.tuning.results import Study
 
 __version__ = "0.1.0"
 
@@ -21,12 +24,16 @@ _HOMES = {
     "JobSpec": "tlora.core.job",
     "RunResult": "tlora.runtime.training",
     "RunSpec": "tlora.core.job",
+    "Study": "tlora.tuning.results",
     "SuperModel": "tlora.model.super_model",
+    "SweepSpec": "tlora.core.sweep",
     "export_adapter": "tlora.model.peft_format",
     "load_spec": "tlora.config",
+    "load_sweep": "tlora.config",
     "multi_lora": "tlora.kernels.multi_lora",
     "simulate": "tlora.simulation.run",
     "train": "tlora.runtime.training",
+    "tune": "tlora.runtime.sweeps.tune",
 }
 
 __all__ = [
@@ -34,12 +41,16 @@ __all__ = [
     "JobSpec",
     "RunResult",
     "RunSpec",
+    "Study",
     "SuperModel",
+    "SweepSpec",
     "export_adapter",
     "load_spec",
+    "load_sweep",
     "multi_lora",
     "simulate",
     "train",
+    "tune",
 ]
 
 

@@ -100,6 +100,7 @@ SETUP: dict[str, Callable[[Path], None]] = {
     "docs/report.md": small_run,
     "docs/resume.md": small_run,
     "docs/specs.md": specs,
+    "docs/sweeps.md": small_run,
 }
 """What a page takes for granted; all else it makes itself."""
 

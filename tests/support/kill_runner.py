@@ -6,10 +6,10 @@ A process of its own: it only imports before it forks, so that no thread of torc
     python kill_runner.py PLAN
 
 PLAN is a JSON file: `{"threads": 1, "runs": [{"job_file", "output", "kills", "seed",
-"nano_batches", "leaks"}, ...]}`. A quarter of the kills come in a life's first half second; the
-others some milliseconds after as many nano-batches as the seed says, up to `nano_batches`: counted
-and not timed, so that a fast machine is not through before and a slow one gets on. What is printed
-last is a JSON list with an `Outcome` for each run.
+"nano_batches", "leaks", "sweep"}, ...]}`; with `sweep` the file is a sweep's. A quarter of the
+kills come in a life's first half second; the others some milliseconds after as many nano-batches as
+the seed says, up to `nano_batches`: counted and not timed, so that a fast machine is not through
+before and a slow one gets on. What is printed last is a JSON list with an `Outcome` for each run.
 """
 
 import json
@@ -23,9 +23,11 @@ from pathlib import Path
 
 import torch
 
-from tlora.config import load_spec
+from tlora.config import load_spec, load_sweep
 from tlora.core.job import RunSpec
+from tlora.core.sweep import SweepSpec
 from tlora.runtime import training
+from tlora.runtime.sweeps.tune import tune
 from tlora.training.exactness import Exactness
 
 PATIENCE_SECONDS = 120.0
@@ -58,7 +60,7 @@ def let_leak() -> None:
     training.show_exact = unproved
 
 
-def start(spec: RunSpec, output: Path, *, threads: int, leaks: bool) -> int:
+def start(spec: RunSpec | SweepSpec, output: Path, *, threads: int, leaks: bool) -> int:
     child = os.fork()
     if child:
         return child
@@ -70,7 +72,10 @@ def start(spec: RunSpec, output: Path, *, threads: int, leaks: bool) -> int:
         torch.set_num_threads(threads)
         if leaks:
             let_leak()
-        status = len(training.train(spec, output=output).failed)
+        if isinstance(spec, SweepSpec):
+            status = int(tune(spec, output=output).best is None)
+        else:
+            status = len(training.train(spec, output=output).failed)
     finally:
         os._exit(status)
 
@@ -100,7 +105,8 @@ def found_of(output: Path, job: str) -> str:
 def carry_out(run: dict, threads: int) -> Outcome:
     generator = random.Random(run.get("seed", 0))
     output = Path(run["output"])
-    spec = load_spec(run["job_file"])
+    spec = load_sweep(run["job_file"]) if run.get("sweep") else load_spec(run["job_file"])
+    jobs = [] if isinstance(spec, SweepSpec) else [job.name for job in spec.jobs]
     events = output / "events.jsonl"
     outcome = Outcome()
     started = time.monotonic()
@@ -122,7 +128,7 @@ def carry_out(run: dict, threads: int) -> Outcome:
         if os.WIFEXITED(status):
             break
         outcome.killed += 1
-        outcome.found.append({job.name: found_of(output, job.name) for job in spec.jobs})
+        outcome.found.append({job: found_of(output, job) for job in jobs})
         outcome.torn += any(output.glob("*/checkpoints/.step-*"))
     _, outcome.status = os.waitpid(live(), 0)
     outcome.seconds = round(time.monotonic() - started, 1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from support.pages import Block, PageError, check_output
-from tlora.config import load_spec
+from tlora.config import load_spec, load_sweep
 from tlora.config.fields import JOB
 from tlora.config.reading import parse_yaml
 from tlora.config.values import is_tree
@@ -139,11 +139,17 @@ def run_block(block: Block, folder: Path, shell: Shell) -> str:
 
 
 def load_block(block: Block, folder: Path) -> None:
-    """A job file, or some lines of one; the reader saves one that begins with its name."""
+    """A job or sweep file, or some lines of one; the reader saves one that begins with its name."""
     tree = parse_yaml(block.text, block.place)
     if not is_tree(tree):
         raise PageError(f"{block.place}: not a mapping")
-    if "jobs" not in tree:
+    if "search" in tree:
+        tree = {
+            "base": "demo",
+            "task": {"name": "a", "data": "org/rows", "eval": {"split": 4}},
+            **tree,
+        }
+    elif "jobs" not in tree:
         job = {key: value for key, value in tree.items() if key in JOB.sections[""]}
         rest = {key: value for key, value in tree.items() if key not in job}
         tree = {"base": "demo", **rest, "jobs": [{"name": "a", "data": "org/rows", **job}]}
@@ -151,7 +157,7 @@ def load_block(block: Block, folder: Path) -> None:
     try:
         # A mapping's names are looked up where we stand.
         os.chdir(folder)
-        load_spec(tree)
+        (load_sweep if "search" in tree else load_spec)(tree)
     except SpecError as error:
         raise PageError(f"{block.place}: {error}") from error
     finally:

@@ -22,6 +22,8 @@ from tlora.cli import (
     schema,
     simulate,
     train,
+    trials,
+    tune,
     verify,
 )
 from tlora.cli.output import print_error
@@ -38,6 +40,11 @@ app = typer.Typer(
 )
 app.command("demo")(demo.demo)
 app.command("train")(train.train)
+app.command("tune")(tune.tune)
+app.command("status")(trials.status)
+app.command("cancel")(trials.cancel)
+app.command("resume")(trials.resume)
+app.command("clone")(trials.clone)
 app.command("check")(check.check)
 app.command("preview")(preview.preview)
 app.command("report")(report.report)

@@ -14,11 +14,12 @@ RunDirectory = Annotated[
 
 
 def report(directory: RunDirectory) -> None:
-    """Make report.html of a run: finished, running or killed."""
+    """Make report.html of a run or a sweep: finished, running or killed."""
     from tlora.runtime.report import write_report
+    from tlora.runtime.sweeps.report import is_sweep, write_sweep_report
 
     try:
-        path = write_report(directory)
+        path = (write_sweep_report if is_sweep(directory) else write_report)(directory)
     except OSError as error:
         reason = error.strerror or error
         raise SpecError(f"{directory}: the report cannot be written: {reason}") from error

@@ -3,5 +3,15 @@
 from tlora.config.dumping import changed_fields, dump_spec, resolved
 from tlora.config.loading import load_spec
 from tlora.config.schema import json_schema
+from tlora.config.sweep_schema import sweep_schema
+from tlora.config.sweeps import load_sweep
 
-__all__ = ["changed_fields", "dump_spec", "json_schema", "load_spec", "resolved"]
+__all__ = [
+    "changed_fields",
+    "dump_spec",
+    "json_schema",
+    "load_spec",
+    "load_sweep",
+    "resolved",
+    "sweep_schema",
+]

@@ -80,6 +80,9 @@ OTHER_WORDS: dict[str, dict[object, object]] = {
 }
 """Values that other tools write differently."""
 
+SWEEP_KEYS = ("task", "tasks", "search", "early_exit")
+"""What a sweep file holds in place of jobs."""
+
 COMMA_LIST = re.compile(r"\w+(\s*,\s*\w+)+")
 
 
@@ -169,6 +172,8 @@ def unknown_key(key: str, vocabulary: Vocabulary, section: str) -> str:
     """What to say about a key that may not stand here."""
     if vocabulary is RUN and section == "" and key in JOB.sections[""]:
         return f"unknown key; '{key}' belongs in 'defaults' or in a job"
+    if vocabulary is RUN and section == "" and key in SWEEP_KEYS:
+        return f"unknown key; '{key}' makes this a sweep: tlora tune runs it"
     if vocabulary is JOB and key in RUN.sections[""]:
         return f"unknown key; '{key}' belongs at the top of the file"
     homes = [f"'{name}'" for name, keys in vocabulary.sections.items() if name and key in keys]

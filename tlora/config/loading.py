@@ -14,7 +14,7 @@ from tlora.config.building import build_job, build_run
 from tlora.config.fields import JOB, RUN, Vocabulary
 from tlora.config.layers import Fault, Layer, Place, finish, merge, read_layer
 from tlora.config.overrides import Override, read_override
-from tlora.config.reading import read_source
+from tlora.config.reading import Document, read_source
 from tlora.config.values import Tree, convert, is_list, is_tree, shown
 from tlora.core.errors import SpecError, SpecErrors
 from tlora.core.job import JobSpec, RunSpec
@@ -28,15 +28,25 @@ def load_spec(
     `overrides` are texts `FIELD=VALUE`, as after `-o`. Raises SpecError for one problem and
     SpecErrors, with all of them in `.problems`, for several.
     """
-    document = read_source(source)
     problems = Problems()
+    spec = load_document(read_source(source), overrides, problems)
+    problems.raise_if_any()
+    assert spec is not None
+    return spec
+
+
+def load_document(
+    document: Document, overrides: Sequence[str], problems: "Problems"
+) -> RunSpec | None:
+    """None where there are problems, which are added to those known."""
     layers = read_layers(document.tree, overrides, problems)
     top = build_run(layers.run.values, document.folder)
     if isinstance(top, list):
         problems.add_faults(top, layers.run)
     jobs = [load_job(stack, layers.shared, document.folder, problems) for stack in layers.stacks]
     refuse_same_names(jobs, problems)
-    problems.raise_if_any()
+    if problems.found:
+        return None
     assert not isinstance(top, list)
     return RunSpec(
         base=top.base,

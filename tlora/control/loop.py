@@ -7,7 +7,7 @@ The server, `tlora train` and the simulator all run this; they differ in clock, 
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 from tlora.control.protocols import Executor, Store, Turn
@@ -21,7 +21,7 @@ TICK_S = 300.0
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def uncollected() -> Generator[None]:
     """Garbage is left for later: a full collection takes longer than most decisions."""
     was_on = gc.isenabled()
     gc.disable()

@@ -13,3 +13,6 @@ BENCH = Path(__file__).parents[1] / "assets" / "bench"
 
 SIMULATION = Path(__file__).parents[1] / "assets" / "simulation"
 """A small trace for `tlora simulate`, and the template and script of its report."""
+
+SWEEP = Path(__file__).parents[1] / "assets" / "sweep"
+"""Template, style and script of a sweep's report."""

@@ -23,6 +23,7 @@ RUN_FILES = (
     "state.sqlite-shm",
     "report.html",
     "study.json",
+    "winner",
     "data.txt",
     "mlflow.db",
     "tensorboard",

@@ -40,12 +40,13 @@ def begin_export(
     job: JobSpec,
     base: BaseSpec,
     model: SuperModel,
-    probe: TokenSequence,
+    probe: TokenSequence | None,
 ) -> Callable[[Path], None]:
-    """Look at the logits of an attached job, whose matrices `weights` are, with the model in hand.
-    What comes back needs no model and no device: it puts the adapter at a directory, verified, and
-    a previous one stays until the new one is whole."""
-    difference = look(model, job, probe)
+    """Look at the logits of an attached job, whose matrices `weights` are, with the model in hand;
+    without a probe that is left to whoever chooses among many adapters. What comes back needs no
+    model and no device: it puts the adapter at a directory, verified, and a previous one stays
+    until the new one is whole."""
+    difference = look(model, job, probe) if probe is not None else None
     targets = model.targets
 
     def export(directory: Path) -> None:
@@ -66,7 +67,7 @@ def begin_export(
                 raise AdapterError(
                     f"job '{job.name}': the exported files hold another adapter than was trained"
                 )
-            error = difference.result()
+            error = difference.result() if difference is not None else 0.0
             if not error <= LOGITS_TOLERANCE:
                 raise AdapterError(
                     f"job '{job.name}': the exported matrices give other logits than the trained "

@@ -48,12 +48,17 @@ class Recorder:
         engine: Engine,
         progress: Progress,
         sinks: Sinks,
+        *,
+        looks: bool = True,
     ) -> None:
+        """`looks`: the logits of every adapter are compared before it is written. Where many are
+        written and one is kept, that one is looked at in the end."""
         self.directory = directory
         self.base = base
         self.engine = engine
         self.progress = progress
         self.sinks = sinks
+        self._looks = looks
         self.results: list[JobResult] = []
         self._writer = Writer()
         self._failures: list[SaveFailed] = []
@@ -136,6 +141,10 @@ class Recorder:
             if driver.status is Status.FAILED:
                 # An adapter that was still to be written when the run was stopped.
                 self.progress.say(f"{driver.name}: {driver.reason}")
+
+    def checkpoint(self, driver: JobDriver) -> None:
+        """Save an attached job as it is now, in the background: it may leave meanwhile."""
+        self._checkpoint(driver)
 
     def rescue(self, drivers: list[JobDriver]) -> None:
         """The loop broke: save the jobs that are whole, and raise nothing, for an error is on its
@@ -348,8 +357,8 @@ class Recorder:
         then: Callable[[], None] = lambda: None,
     ) -> None:
         model = self.engine.super_model
+        probe = driver.train[0].sequences[0] if self._looks else None
         try:
-            probe = driver.train[0].sequences[0]
             write = begin_export(weights, driver.spec, self.base, model, probe)
         except (OSError, TloraError, RuntimeError, MemoryError) as error:
             write = _raises(error)

@@ -28,6 +28,7 @@ from tlora.runtime.run_log import RunLog, read_run
 SCRIPTS = (
     "base.js",
     "chart.js",
+    "tables.js",
     "jobs.js",
     "loss.js",
     "throughput.js",

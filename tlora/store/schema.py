@@ -1,7 +1,8 @@
 """The tables of the SQLite store, and how an older file is brought up to them.
 
 Turns are the truth: events, progress and decisions, as the loop gave them. `jobs` is what follows
-from them, kept beside them for whoever asks how a job stands.
+from them, kept beside them for whoever asks how a job stands. A sweep has turns of its own, in
+`study`; `requests` is what people ask of a run from another process.
 """
 
 import sqlite3
@@ -57,6 +58,25 @@ MIGRATIONS = (
         reason TEXT,
         request TEXT NOT NULL
     ) WITHOUT ROWID;
+    """,
+    """
+    CREATE TABLE study (
+        number INTEGER PRIMARY KEY,
+        session INTEGER NOT NULL REFERENCES sessions,
+        time REAL NOT NULL,
+        kind TEXT NOT NULL,
+        trial TEXT,
+        event TEXT NOT NULL,
+        actions TEXT NOT NULL
+    );
+    CREATE TABLE requests (
+        number INTEGER PRIMARY KEY,
+        time REAL NOT NULL,
+        kind TEXT NOT NULL,
+        trial TEXT NOT NULL,
+        body TEXT NOT NULL,
+        answer TEXT
+    );
     """,
 )
 """Each takes a file from the version of its place to the next."""

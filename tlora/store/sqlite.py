@@ -71,7 +71,7 @@ class SqliteStore(Generic[T]):
         turns) a new session begins; without, the last one is read."""
         self.path = Path(path)
         self._decode = decode
-        self._connection = _connected(self.path)
+        self._connection = connected(self.path)
         self.session = self._last_session() if about is None else self._new_session(about)
 
     def record(self, turn: T) -> None:
@@ -218,7 +218,8 @@ def decisions_of(path: Path) -> list[tuple[float, str]]:
         ]
 
 
-def _connected(path: Path) -> sqlite3.Connection:
+def connected(path: Path) -> sqlite3.Connection:
+    """The file, made or brought up to this version."""
     try:
         # Transactions are begun by hand, where they begin.
         connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)

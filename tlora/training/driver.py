@@ -64,6 +64,9 @@ class JobDriver:
         self.loss: float | None = None
         self.eval_loss: float | None = None
         self.first_eval_loss: float | None = None
+        self.recent_loss: float | None = None
+        """Mean training loss between the last evaluation and the one before it."""
+
         self.best: Best | None = None
         self._fed: deque[Cursor] = deque()
         """Batches that have been fed and not been heard of: where the one after each begins."""
@@ -71,6 +74,9 @@ class JobDriver:
         self._evaluating = False
         self._evaluation_due = evaluation is not None
         self._without_improvement = 0
+        self._loss_sum = 0.0
+        self._loss_steps = 0
+        """Of the steps since the last evaluation."""
 
     @property
     def name(self) -> str:
@@ -80,6 +86,11 @@ class JobDriver:
     def epoch(self) -> float:
         """Passes over the data so far."""
         return self.sequences_seen / len(self.train)
+
+    @property
+    def mean_loss(self) -> float | None:
+        """Of the steps since the last evaluation, or of all where there is none."""
+        return self._loss_sum / self._loss_steps if self._loss_steps else None
 
     def attach(
         self, engine: Engine, weights: AdapterWeights, state: JobState | None = None
@@ -177,11 +188,15 @@ class JobDriver:
         self.loss = done.loss
         self.tokens_seen += done.tokens
         self.sequences_seen += done.sequences
+        self._loss_sum += done.loss
+        self._loss_steps += 1
         self._evaluation_due = self.evaluation is not None and self._is_evaluated(self.step)
 
     def on_evaluation(self, done: EvaluationDone, engine: Engine) -> None:
         self.eval_loss = done.loss
         self._evaluation_due = self._evaluating = False
+        self.recent_loss = self.mean_loss
+        self._loss_sum, self._loss_steps = 0.0, 0
         if self.step == 0:
             self.first_eval_loss = done.loss
         elif self.best is None or done.loss < self.best.loss:
@@ -223,6 +238,9 @@ class JobDriver:
             "best": [self.best.step, self.best.loss] if self.best else None,
             "evaluation_due": self._evaluation_due,
             "without_improvement": self._without_improvement,
+            "recent_loss": self.recent_loss,
+            "loss_sum": self._loss_sum,
+            "loss_steps": self._loss_steps,
         }
 
     def restore(self, progress: dict[str, Any]) -> None:
@@ -245,4 +263,8 @@ class JobDriver:
             self.best = Best(step, loss, weights=None)
         self._evaluation_due = progress["evaluation_due"]
         self._without_improvement = progress["without_improvement"]
+        # Checkpoints of before these were kept go on without.
+        self.recent_loss = progress.get("recent_loss")
+        self._loss_sum = progress.get("loss_sum", 0.0)
+        self._loss_steps = progress.get("loss_steps", 0)
         self._stop_if_out_of_patience()

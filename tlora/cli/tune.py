@@ -1,0 +1,81 @@
+"""`tlora tune`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tlora.cli.options import Overrides
+from tlora.cli.output import print_error
+from tlora.cli.train import ask_to_start_over
+from tlora.core.job import Isolation
+
+SweepFile = Annotated[Path, typer.Argument(metavar="FILE", help="A sweep file, YAML or JSON.")]
+
+
+def tune(
+    file: SweepFile,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            metavar="DIR",
+            help="Where trials, decisions and the winner go.",
+            show_default="runs/<file stem>",
+        ),
+    ] = None,
+    override: Overrides = None,
+    isolation: Annotated[
+        Isolation | None,
+        typer.Option(
+            "--isolation",
+            help="exact: the same bits whoever shares the device.",
+            show_default="what the file says",
+        ),
+    ] = None,
+    measure_fusion: Annotated[
+        bool,
+        typer.Option(
+            "--measure-fusion",
+            help="Afterwards, run some trials for seconds together and one at a time, so that the "
+            "report tells what fusing saved.",
+        ),
+    ] = False,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="F", help="Write the study as one line of JSON, too."),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over instead of resuming; asks first.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Try many settings of one job together, give up what loses, keep the best adapter. The same
+    command again resumes."""
+    # The file first, and every trial's settings: a typo should not wait for torch.
+    from tlora.config import load_sweep
+    from tlora.core.sweep import trial_of
+    from tlora.tuning.samplers import is_known_before, planned
+
+    overrides = [*(override or ()), *([f"engine.isolation={isolation}"] if isolation else ())]
+    spec = load_sweep(file, overrides)
+    if is_known_before(spec.search):
+        for number, params in enumerate(planned(spec.search)):
+            trial_of(spec.task, f"{spec.task.name}-{number:02}", params)
+    folder = output or Path("runs") / file.stem
+    if fresh and not yes:
+        ask_to_start_over(folder)
+
+    from tlora.runtime.sweeps.tune import tune as run_sweep
+
+    study = run_sweep(spec, output=folder, fresh=fresh, measure_fusion=measure_fusion)
+    if json_file is not None:
+        import json
+
+        json_file.write_text(json.dumps(study.as_json()) + "\n")
+    if study.interrupted:
+        print_error("interrupted: the same command goes on from here")
+        raise typer.Exit(130)
+    if study.best is None:
+        print_error(f"no trial came to a value; the reasons are in {folder / 'study.json'}")
+        raise typer.Exit(1)

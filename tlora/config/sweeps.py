@@ -1,0 +1,313 @@
+"""A sweep file turned into a checked `SweepSpec`: a job file with a task in place of its jobs, and
+a search.
+
+The task is read as a job, with its defaults and overrides. The fields of the space are those of a
+job, under any of their spellings; their values are read as the fields' own types.
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from tlora.config.building import build
+from tlora.config.fields import (
+    JOB,
+    MIN_LR_RATE,
+    PARTS,
+    SWEEP_KEYS,
+    Vocabulary,
+    leaves,
+    section_of,
+    short,
+    usual_word,
+)
+from tlora.config.layers import Entry, Fault, Layer, Place, entries, merge, read_layer
+from tlora.config.loading import Problems, load_document
+from tlora.config.overrides import nest
+from tlora.config.reading import Document, parse_yaml, read_source
+from tlora.config.values import Tree, alternatives, convert, is_list, is_tree, shown
+from tlora.core.errors import SpecError
+from tlora.core.job import RunSpec
+from tlora.core.sweep import AxisSpec, EarlyExitSpec, Kind, SearchSpec, SweepSpec, When
+
+SPACE = "search.space"
+RANGES = ("uniform", "log", "integer")
+AXIS_KEYS = ("values", *RANGES, "step", "points", "when")
+FIXED = {
+    "name": "trials are named by the sweep",
+    "data": "all trials of a sweep learn from the same data",
+    "eval": "all trials of a sweep are evaluated alike",
+    "save": "it changes nothing that is learnt",
+    "init_from": "all trials of a sweep start alike",
+}
+"""Fields and sections that trials do not differ in."""
+
+
+def sweep_vocabulary() -> Vocabulary:
+    """`search` without its space, and `early_exit`."""
+    known = {
+        name: annotation
+        for name, annotation in {
+            **leaves(SearchSpec, "search."),
+            **leaves(EarlyExitSpec, "early_exit."),
+        }.items()
+        if name != SPACE
+    }
+    sections: dict[str, dict[str, str]] = {"": {"search": "search", "early_exit": "early_exit"}}
+    for name in known:
+        sections.setdefault(section_of(name), {})[short(name)] = name
+    sections["search"]["objective"] = "search.objective"
+    return Vocabulary(
+        known,
+        sections,
+        {"early_exit": "early_exit.method", "search.objective": "search.objective.metric"},
+    )
+
+
+SWEEP = sweep_vocabulary()
+
+
+def load_sweep(
+    source: str | os.PathLike[str] | Mapping[str, object], overrides: Sequence[str] = ()
+) -> SweepSpec:
+    """The sweep that a YAML or JSON file, or a mapping, asks for. Raises as `load_spec` does."""
+    document = read_source(source)
+    problems = Problems()
+    own = [text for text in overrides if re.split(r"[.=]", text)[0].strip() in SWEEP_KEYS]
+    run = load_task(document, [text for text in overrides if text not in own], problems)
+    settings = read_settings(document.tree, own, problems)
+    space = read_space(document.tree, problems)
+    refuse_min_lr_rate(document.tree, space, problems)
+    # A space that cannot be read is not empty too.
+    search = built(SearchSpec, settings, "search", problems, space=space or stand_in(problems))
+    exits = built(EarlyExitSpec, settings, "early_exit", problems)
+    problems.raise_if_any()
+    assert run is not None and search is not None and exits is not None
+    task = run.jobs[0]
+    refuse_other_splits(space, run)
+    return SweepSpec(
+        base=run.base,
+        task=task,
+        search=search,
+        early_exit=exits,
+        engine=run.engine,
+        report_to=run.report_to,
+    )
+
+
+def stand_in(problems: Problems) -> tuple[AxisSpec, ...]:
+    wrong = any((each.field or "").startswith(SPACE) for each in problems.found.values())
+    return (AxisSpec(field="lora.r", kind="values", values=(1,)),) if wrong else ()
+
+
+def load_task(document: Document, overrides: Sequence[str], problems: Problems) -> RunSpec | None:
+    """The file without its search, its task as the only job."""
+    tree = document.tree
+    if "jobs" in tree:
+        problems.add(
+            SpecError("a sweep has one task and no jobs; tlora train trains jobs", field="jobs")
+        )
+    tasks = tree["tasks"] if "tasks" in tree else [tree.get("task")]
+    if not is_list(tasks) or len(tasks) != 1 or ("task" in tree and "tasks" in tree):
+        problems.add(SpecError("give one task; several are not run together yet", field="tasks"))
+        return None
+    task = tasks[0]
+    if not is_tree(task):
+        what = "a mapping with a name and data, as a job is"
+        problems.add(SpecError(f"must be {what}, got {shown(task)}", field="task"))
+        return None
+    rest = {key: value for key, value in tree.items() if key not in (*SWEEP_KEYS, "jobs")}
+    return load_document(Document({**rest, "jobs": [task]}, document.folder), overrides, problems)
+
+
+def refuse_min_lr_rate(tree: Tree, space: Sequence[AxisSpec], problems: Problems) -> None:
+    """It is a share of the learning rate, and would be taken of the task's own for all trials."""
+    if all(axis.field != "train.learning_rate" for axis in space):
+        return
+    for raw in (tree.get("defaults"), tree.get("task")):
+        written = entries(raw, JOB) if is_tree(raw) else ()
+        if any(isinstance(each, Entry) and each.name == MIN_LR_RATE for each in written):
+            message = "is a share of learning_rate, which is tried; give min_lr, or try it too"
+            problems.add(SpecError(message, field=MIN_LR_RATE))
+
+
+def refuse_other_splits(space: Sequence[AxisSpec], run: RunSpec) -> None:
+    task = run.jobs[0]
+    if task.data.eval_path is None and any(axis.field == "train.seed" for axis in space):
+        raise SpecError(
+            "the seed also chooses which rows eval.split holds out, so that trials could not be "
+            "compared; name held-out rows in data.eval_path",
+            field=f"{SPACE}.train.seed",
+        )
+
+
+def read_settings(tree: Tree, overrides: Sequence[str], problems: Problems) -> Layer:
+    raw: Tree = {}
+    for key in ("search", "early_exit"):
+        value = tree.get(key)
+        if key in tree:
+            without = {k: v for k, v in value.items() if k != "space"} if is_tree(value) else value
+            raw[key] = without
+    layer, found = read_layer(raw, SWEEP, Place())
+    problems.add(*found)
+    for text in overrides:
+        key, _, value = text.partition("=")
+        place = Place(note=f" (override '{text}')")
+        upper, found = read_layer(nest(key.strip(), parse_yaml(value, text)), SWEEP, place)
+        problems.add(*found)
+        layer = Layer(merge(layer.values, upper.values), layer.place, layer.broken | upper.broken)
+    return layer
+
+
+def built(spec: Any, layer: Layer, section: str, problems: Problems, **more: object) -> Any:
+    tree: Tree = dict(more)
+    for name, value in layer.values.items():
+        head, *rest = name.split(".")
+        if head == section:
+            inner = tree
+            for part in rest[:-1]:
+                inner = cast(Tree, inner.setdefault(part, {}))
+            inner[rest[-1]] = value
+    found = build(spec, tree)
+    if isinstance(found, list):
+        named = [
+            fault
+            if fault.field.startswith(section)
+            else Fault(f"{section}.{fault.field}", fault.message)
+            for fault in cast(list[Fault], found)
+        ]
+        problems.add_faults(named, layer)
+        return None
+    return found
+
+
+def read_space(tree: Tree, problems: Problems) -> tuple[AxisSpec, ...]:
+    search = tree.get("search")
+    raw = search.get("space") if is_tree(search) else None
+    if raw is None:
+        return ()
+    if not is_tree(raw):
+        problems.add(SpecError(f"must be a mapping of fields, got {shown(raw)}", field=SPACE))
+        return ()
+    axes: dict[str, AxisSpec] = {}
+    for key, value in raw.items():
+        try:
+            axis = read_axis(key, value)
+            if axis.field in axes:
+                raise SpecError("is given twice, under two spellings")
+            axes[axis.field] = axis
+        except SpecError as error:
+            problems.add(SpecError(error.message, field=f"{SPACE}.{key}"))
+    return tuple(axes.values())
+
+
+def read_axis(key: str, raw: object) -> AxisSpec:
+    """Raises SpecError for what the field cannot be."""
+    field = canonical(key)
+    check_tried(field)
+    if is_list(raw):
+        return AxisSpec(field=field, kind="values", values=read_values(field, raw))
+    if not is_tree(raw):
+        raise SpecError(
+            f"must be a list of values or a range such as {{log: [1e-5, 1e-2]}}, got {shown(raw)}; "
+            "what all trials share belongs in the task"
+        )
+    for name in raw:
+        if name not in AXIS_KEYS:
+            raise SpecError(f"unknown key '{name}'; known here: {', '.join(AXIS_KEYS)}")
+    kinds = [name for name in ("values", *RANGES) if name in raw]
+    if len(kinds) != 1:
+        raise SpecError(f"must have one of {', '.join(('values', *RANGES))}")
+    kind = cast(Kind, kinds[0])
+    when = read_conditions(raw.get("when"))
+    if kind == "values":
+        values = raw["values"]
+        if not is_list(values):
+            raise SpecError(f"values must be a list, got {shown(values)}")
+        return AxisSpec(field=field, kind=kind, values=read_values(field, values), when=when)
+    low, high = read_ends(field, kind, raw[kind])
+    numbers = {
+        name: read_number(raw[name], int, name) for name in ("step", "points") if name in raw
+    }
+    return AxisSpec(field=field, kind=kind, low=low, high=high, when=when, **numbers)
+
+
+def canonical(key: str) -> str:
+    """The field that a key of the space stands for; raises SpecError if there is none."""
+    found = next(entries(nest(key, "x"), JOB), None)
+    if isinstance(found, Fault):
+        raise SpecError(found.message)
+    if found is None or found.name in JOB.sections:
+        raise SpecError("is no field of a job")
+    return found.name
+
+
+def check_tried(field: str) -> None:
+    why = FIXED.get(field) or FIXED.get(section_of(field))
+    if why is not None:
+        raise SpecError(f"cannot be tried: {why}")
+    if field in PARTS:
+        instead = "min_lr" if field == MIN_LR_RATE else "train.batch_size"
+        raise SpecError(f"cannot be tried; try {instead}")
+
+
+def read_values(field: str, raw: Sequence[object]) -> tuple[object, ...]:
+    return tuple(read_value(field, each) for each in raw)
+
+
+def read_value(field: str, raw: object) -> object:
+    try:
+        return convert(usual_word(field, raw), JOB.fields[field])
+    except ValueError as error:
+        raise SpecError(str(error)) from None
+
+
+def read_ends(field: str, kind: Kind, raw: object) -> tuple[float, float]:
+    wanted = alternatives(JOB.fields[field])
+    if kind == "integer" and not {int, float} & set(wanted):
+        raise SpecError("is no number: list its values")
+    if kind != "integer" and float not in wanted:
+        also = "; use integer, or list its values" if int in wanted else ": list its values"
+        raise SpecError(f"cannot be just any number{also}")
+    if not is_list(raw) or len(raw) != 2:
+        raise SpecError(f"{kind} must have two ends, [low, high], got {shown(raw)}")
+    number = int if kind == "integer" else float
+    low, high = (read_number(each, number, kind) for each in raw)
+    return low, high
+
+
+def read_number(raw: object, kind: type[int] | type[float], name: str) -> Any:
+    try:
+        return convert(raw, kind)
+    except ValueError as error:
+        raise SpecError(f"{name} {error}") from None
+
+
+def read_conditions(raw: object) -> tuple[When, ...]:
+    if raw is None:
+        return ()
+    if not is_tree(raw):
+        raise SpecError(f"when must be a mapping of a field to its values, got {shown(raw)}")
+    found: list[When] = []
+    for key, value in raw.items():
+        field = canonical(key)
+        values = value if is_list(value) else [value]
+        found.append(When(field=field, values=read_values(field, values)))
+    return tuple(found)
+
+
+def read_changes(texts: Sequence[str]) -> Tree:
+    """`FIELD=VALUE` for a trial that is cloned, under canonical names. Raises SpecError."""
+    changes: Tree = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise SpecError(f"override '{text}': must read FIELD=VALUE, such as train.lr=1e-3")
+        try:
+            field = canonical(key.strip())
+            check_tried(field)
+            changes[field] = read_value(field, parse_yaml(value, f"override '{text}'"))
+        except SpecError as error:
+            raise SpecError(error.message, field=key.strip()) from None
+    return changes
