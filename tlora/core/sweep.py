@@ -10,9 +10,13 @@ from typing import Any, Literal
 from tlora.core.errors import SpecError
 from tlora.core.job import STRICT, BaseSpec, EngineSpec, JobSpec, RunSpec, Tracker, require
 
-METRICS = ("eval_loss", "loss", "grad_norm")
-"""What is logged of a job: held-out loss, the mean training loss since the evaluation before, and
-the norm of the last gradient."""
+METRICS = ("eval_loss", "loss", "grad_norm", "eval_accuracy", "eval_margin")
+"""What is logged of a job: held-out loss, the mean training loss since the evaluation before, the
+norm of the last gradient; of preferences, the part of held-out pairs whose chosen side is
+preferred, and by how much."""
+
+OF_PAIRS = ("eval_accuracy", "eval_margin")
+HELD_OUT = ("eval_loss", *OF_PAIRS)
 
 Kind = Literal["values", "uniform", "log", "integer"]
 Method = Literal["alto", "asha", "median", "none"]
@@ -238,8 +242,15 @@ class SweepSpec:
 
     def __post_init__(self) -> None:
         objective, exits = self.search.objective, self.early_exit.method != "none"
-        if not self.task.holds_out and (objective.metric == "eval_loss" or exits):
-            what = "search.objective.metric" if objective.metric == "eval_loss" else "early_exit"
+        if objective.metric in OF_PAIRS and self.task.train.loss != "dpo":
+            raise SpecError(
+                f"'{objective.metric}' is logged of preference jobs only (train.loss: dpo)",
+                job=self.task.name,
+                field="search.objective.metric",
+            )
+        held_out = objective.metric in HELD_OUT
+        if not self.task.holds_out and (held_out or exits):
+            what = "search.objective.metric" if held_out else "early_exit"
             raise SpecError(
                 f"{what} looks at held-out rows, and the task has none: set eval.split or "
                 "data.eval_path",

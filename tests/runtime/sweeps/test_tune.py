@@ -489,3 +489,23 @@ def test_a_winner_whose_files_give_other_logits_is_not_handed_out(
     assert "the winner's adapter is not to be used" in said(view)
     monkeypatch.undo()
     assert tlora.tune(spec, output=tmp_path / "run", view=lines()).winner is not None
+
+
+def test_preferences_are_tried_by_what_held_out_pairs_say(base, tmp_path):
+    """The margin is as large as can be; a supervised task logs none."""
+    pairs = tmp_path / "pairs.jsonl"
+    texts = [{"prompt": f"{i} is ", "chosen": f"yes {i}", "rejected": f"no {i}"} for i in range(16)]
+    pairs.write_text("".join(json.dumps(each) + "\n" for each in texts))
+    objective = {"objective": {"metric": "eval_margin", "mode": "max"}}
+    file = sweep_file(base, pairs, exact=False, search=objective, early_exit="none")
+    file["search"]["space"] = {"train.learning_rate": [1e-5, 1e-2]}
+    with pytest.raises(
+        SpecError, match=r"search.objective.metric: 'eval_margin' is logged of pref"
+    ):
+        tlora.load_sweep(file)
+    file["task"]["train"] = {"loss": "dpo"}
+    study = tlora.tune(tlora.load_sweep(file), output=tmp_path / "run", view=lines())
+    slow, fast = (study.trials[place].value for place in (0, 1))
+    assert slow is not None and fast is not None and study.best is not None
+    assert fast > 10 * abs(slow)
+    assert study.best.value == fast and study.best.params == {"train.learning_rate": 1e-2}

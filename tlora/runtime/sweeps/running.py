@@ -8,7 +8,7 @@ it tells a second time is known.
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from tlora.core.errors import JobFailed, SpecError, TloraError
 from tlora.core.sweep import Params, SweepSpec
@@ -294,13 +294,16 @@ class SweepRunner:
         if trial.live:
             # What it passes by a second time, from a checkpoint, is known.
             if done.step > trial.history.step:
-                self._tell_evaluation(driver, done.loss)
+                self._tell_evaluation(driver, done.loss, done.figures)
         elif trial.verdict is not None and done.step >= trial.verdict.step:
             # It was given up here before the process ended.
             self._todo.append(Exit(trial.verdict))
 
-    def _tell_evaluation(self, driver: JobDriver, eval_loss: float | None) -> None:
+    def _tell_evaluation(
+        self, driver: JobDriver, eval_loss: float | None, figures: Mapping[str, float]
+    ) -> None:
         values = {
+            **{f"eval_{name}": value for name, value in figures.items()},
             "eval_loss": eval_loss,
             "loss": driver.mean_loss if eval_loss is None else driver.recent_loss,
             "grad_norm": self._grad_norms.get(driver.name),
@@ -317,7 +320,7 @@ class SweepRunner:
     def on_end(self, driver: JobDriver) -> None:
         if driver.evaluation is None and driver.status is Status.COMPLETED:
             # Without held-out rows its training loss is all there is to compare.
-            self._tell_evaluation(driver, None)
+            self._tell_evaluation(driver, None, {})
         self.recorder.on_end(driver)
 
     def on_result(self, result: JobResult) -> None:
