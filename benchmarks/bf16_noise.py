@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,8 +94,8 @@ class Watcher:
 class OtherWayRound(Engine):
     """The sequences of every batch in the other order: the same sums in another order."""
 
-    def feed(self, name: str, sequences: list[TokenSequence], *, loss_scale: float) -> None:
-        super().feed(name, sequences[::-1], loss_scale=loss_scale)
+    def feed(self, name: str, sequences: list[TokenSequence], **options: Any) -> None:
+        super().feed(name, sequences[::-1], **options)
 
 
 @dataclass(frozen=True)

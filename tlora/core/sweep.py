@@ -86,6 +86,11 @@ class ObjectiveSpec:
             "search.objective.metric",
             f"'{self.metric}' is never logged; there are {', '.join(METRICS)}",
         )
+        require(
+            self.metric not in OF_PAIRS or self.mode == "max",
+            "search.objective.mode",
+            f"must be max: more {self.metric.removeprefix('eval_')} is better",
+        )
 
     @property
     def keeps_best(self) -> bool:

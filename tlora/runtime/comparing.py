@@ -110,10 +110,11 @@ class _TokenCount:
         self.tokens = 0
 
     def on_nano_batch(self, outcome: Outcome) -> None:
-        self.tokens += sum(outcome.tokens.values())
+        pass
 
     def on_step(self, driver: JobDriver, done: StepDone) -> None:
-        pass
+        # Passes for the references of preference jobs are made once, and count for neither side.
+        self.tokens += done.tokens
 
     def on_evaluation(self, driver: JobDriver, done: EvaluationDone) -> None:
         pass

@@ -31,7 +31,7 @@ def make_way(board: Board, settings: Settings) -> None:
         piece
         for name, piece in board.pieces.items()
         if board.place[name] is None
-        and now - piece.job.since_s >= patience_s(piece.job, piece.figures, settings)
+        and piece.job.since_s + patience_s(piece.job, piece.figures, settings) <= now
     ]
     waiting.sort(key=lambda piece: (-piece.urgency, piece.rank))
     for piece in waiting[:MOST_AT_ONCE]:

@@ -29,3 +29,6 @@ class Settings:
 
     audit: bool = False
     """Count how often a scan would have found a better cut than the binary search; slower."""
+
+    def __post_init__(self) -> None:
+        assert self.patience_s > 0, "a job must wait for some time before others make way"

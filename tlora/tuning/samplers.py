@@ -104,7 +104,10 @@ def _suggested(trial: Any, axis: AxisSpec) -> Any:
 
 def _coded(axes: Sequence[AxisSpec], name: str, value: Any) -> Any:
     axis = next(each for each in axes if each.field == name)
-    return axis.values.index(value) if axis.kind == "values" else value
+    if axis.kind != "values":
+        return value
+    # A log has lists where the space has tuples.
+    return axis.values.index(tuple(value) if isinstance(value, list) else value)
 
 
 def check_sampler(name: str) -> None:

@@ -190,7 +190,7 @@ class StudyState:
             raise SpecError("there is a trial of this name", job=plan.name, field="name")
         trial = Trial(plan, History(plan.total_steps))
         room = self.limits.room_bytes
-        if room is not None and plan.adapter_bytes > room:
+        if room is not None and self.is_too_large(plan):
             trial.phase = Phase.FAILED
             trial.reason = (
                 f"its adapter takes {plan.adapter_bytes / 2**30:.2f} GiB with its optimiser, and "
@@ -261,7 +261,14 @@ class StudyState:
             trial.phase, trial.reason = phase, reason
             trial.step, trial.tokens = step, tokens
 
+    def is_too_large(self, plan: TrialPlan) -> bool:
+        """Even by itself."""
+        room = self.limits.room_bytes
+        return room is not None and plan.adapter_bytes > room
+
     def _no_room(self, trial: Trial) -> None:
+        if not trial.live:
+            return
         trial.phase = Phase.READY if trial.warmed else Phase.WAITING
         self._learnt_bytes = self.attached_bytes
 

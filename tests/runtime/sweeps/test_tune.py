@@ -21,6 +21,7 @@ from tlora.runtime.sweeps import running, winning
 from tlora.runtime.sweeps import tune as tune_module
 from tlora.runtime.sweeps.view import View
 from tlora.store.study import StudyLog
+from tlora.training.driver import JobDriver
 from tlora.training.engine import Engine
 from tlora.tuning.events import Attach, Evaluated, Exit, Hold
 from tlora.tuning.rerun import curves_of, plans_of, rerun
@@ -319,14 +320,15 @@ def test_a_trial_that_overfits_keeps_its_best(base, rows, tmp_path):
 class Asking(View):
     """Somebody at another terminal, after so many nano-batches."""
 
-    def __init__(self, output: Path, *requests: tuple[str, str, dict]) -> None:
+    def __init__(self, output: Path, *requests: tuple[str, str, dict], after: int = 2) -> None:
         super().__init__(io.StringIO())
         self.output, self.requests, self.nano_batches = output, requests, 0
+        self.after = after
 
     def on_nano_batch(self, outcome) -> None:
         super().on_nano_batch(outcome)
         self.nano_batches += 1
-        if self.nano_batches == 2:
+        if self.nano_batches == self.after:
             log = StudyLog(self.output / "state.sqlite")
             for request in self.requests:
                 log.request(*request)
@@ -348,6 +350,7 @@ def test_a_person_stops_clones_and_resumes_while_it_runs(base, rows, tmp_path, m
     study = tlora.tune(tlora.load_sweep(file), output=output, view=view)
     found = {trial.name: trial for trial in study.trials}
     assert found["t-00"].status == "completed" == found["t-05.1"].status
+    assert found["t-00"].step == STEPS, "it runs to its end, not to where it was stopped"
     assert found["t-05.1"].params["train.learning_rate"] == 5e-3
     log = StudyLog(output / "state.sqlite")
     answers = [log.answer_to(number) for number in (1, 2, 3, 4)]
@@ -509,3 +512,32 @@ def test_preferences_are_tried_by_what_held_out_pairs_say(base, tmp_path):
     assert slow is not None and fast is not None and study.best is not None
     assert fast > 10 * abs(slow)
     assert study.best.value == fast and study.best.params == {"train.learning_rate": 1e-2}
+
+
+def test_a_trial_that_is_resumed_goes_on_from_where_it_was_stopped(
+    base, rows, tmp_path, monkeypatch
+):
+    """In a later session; what it did before is not done again."""
+    monkeypatch.setattr(running, "LOOK_EVERY_S", 0.0)
+    file = sweep_file(base, rows, exact=False, early_exit="none")
+    file["search"]["space"] = {"train.learning_rate": [1e-3, 1e-2]}
+    output = tmp_path / "run"
+    study = tlora.tune(
+        tlora.load_sweep(file), output=output, view=Asking(output, ("stop", "t-00", {}), after=12)
+    )
+    stopped = json.loads((output / "t-00" / "result.json").read_text())["steps"]
+    assert 0 < stopped < STEPS and study.trials[0].status == "exited"
+    log = StudyLog(output / "state.sqlite")
+    log.request("resume", "t-00", {})
+    log.close()
+    begun: list[int] = []
+    attach = JobDriver.attach
+
+    def watched(driver, *given, **named):
+        begun.append(driver.step)
+        return attach(driver, *given, **named)
+
+    monkeypatch.setattr(JobDriver, "attach", watched)
+    again = tlora.tune(tlora.load_sweep(file), output=output, view=lines())
+    assert begun == [stopped]
+    assert again.trials[0].status == "completed" and again.trials[0].step == STEPS

@@ -15,12 +15,12 @@ from tlora.core.sweep import Params, SweepSpec
 from tlora.model.memory import is_out_of_memory
 from tlora.runtime.directory import JobResult
 from tlora.runtime.recording import Recorder
-from tlora.runtime.resuming import resumption
+from tlora.runtime.resuming import Resumption, resumption
 from tlora.runtime.sweeps.trials import MadeTrial, TrialMaker, trial_name
 from tlora.runtime.sweeps.view import View
 from tlora.runtime.training import adapter_start, enter_job
 from tlora.store.study import Request, StudyLog
-from tlora.training.checkpoint import checkpoints
+from tlora.training.checkpoint import checkpoints, find_newest
 from tlora.training.driver import JobDriver, Status
 from tlora.training.loop import run_jobs
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
@@ -80,6 +80,9 @@ class SweepRunner:
         self._todo: deque[Action] = deque()
         self._changed = False
         self._left_out = 0
+        self._leaving: set[str] = set()
+        """Given up, their ends not told yet."""
+
         self._grad_norms: dict[str, float] = {}
         self._started = time.perf_counter()
         self._looked = self._started
@@ -137,11 +140,13 @@ class SweepRunner:
 
     def take_up(self) -> None:
         """Where a log ends: who was running runs again, and who was to go is gone."""
-        for trial in self.state.trials.values():
+        # Attaching one may tell an end, which brings others: they are attached by that.
+        there = [(trial, trial.phase) for trial in self.state.trials.values()]
+        for trial, phase in there:
             has_result = (self.recorder.directory.root / trial.name / "result.json").exists()
-            if trial.phase is Phase.RUNNING:
+            if phase is Phase.RUNNING:
                 self._attach(trial.name)
-            elif trial.phase is Phase.EXITED and not has_result and trial.started:
+            elif phase is Phase.EXITED and not has_result and trial.started:
                 self._leave_again(trial)
 
     def _leave_again(self, trial: Trial) -> None:
@@ -172,15 +177,22 @@ class SweepRunner:
                 self._changed = True
 
     def _attach(self, name: str) -> None:
+        if name in self._drivers:
+            return
         made, trial, directory = self.made[name], self.state.trials[name], self.recorder.directory
         if trial.history.evaluations or trial.kept:
             # What it goes on from may still be on its way to the disk.
             self.recorder.save([])
         found = resumption(directory, made.job)
-        if found.result is not None and not trial.kept and trial.live:
-            # It came to its end, and the process to its own before it could be told.
-            self.on_result(found.result)
-            return
+        if found.result is not None:
+            completed = found.result.status == Status.COMPLETED.value
+            if trial.live and (completed or not trial.kept):
+                # It came to its end, and the process to its own before it could be told.
+                self.on_result(found.result)
+                return
+            # It was given up, and goes on from there all the same.
+            newest = find_newest(directory.root / name / "checkpoints")
+            found = Resumption(checkpoint=newest.checkpoint, damaged=tuple(newest.damaged))
         driver = JobDriver(made.job, made.data.train, made.data.evaluation)
         try:
             fresh = found.checkpoint is None
@@ -214,6 +226,7 @@ class SweepRunner:
     def _leave(self, driver: JobDriver, reason: str) -> None:
         """Given up, and whole: a person may want it to go on. Its best adapter is on disk."""
         driver.status, driver.reason = Status.STOPPED_EARLY, reason
+        self._leaving.add(driver.name)
         self.recorder.checkpoint(driver)
         self.recorder.on_end(driver)
         self._detach(driver)
@@ -326,6 +339,10 @@ class SweepRunner:
     def on_result(self, result: JobResult) -> None:
         """A trial's end, when its files are on disk."""
         trial = self.state.trials[result.job]
+        if result.job in self._leaving:
+            # It was given up, which is known; by now it may go on again.
+            self._leaving.discard(result.job)
+            return
         if not trial.live:
             return
         told = {"trial": result.job, "step": result.steps, "tokens": result.tokens_seen}
@@ -342,6 +359,9 @@ class SweepRunner:
         if sampler is None or search.trials is None:
             return
         own = [trial for trial in self.state.trials.values() if trial.plan.parent is None]
+        # Those that were left out have numbers, too, but a log does not know them.
+        last = max((int(each.name.rpartition("-")[2]) for each in own), default=-1)
+        self._left_out = max(self._left_out, last + 1 - len(own))
         while self.state.has_room_for_more and not self._todo_has_exit():
             number = len(own) + self._left_out
             if number >= search.trials or self.state.over_budget:
@@ -396,6 +416,8 @@ class SweepRunner:
             case "resume":
                 if trial.phase is Phase.COMPLETED:
                     raise SpecError(f"{trial.name} ran to its end")
+                if self.state.is_too_large(trial.plan):
+                    raise SpecError(f"{trial.name} has no room: {trial.reason}")
                 self.tell(Resumed(trial.name))
                 return "goes on, whatever the rules say"
             case "clone":

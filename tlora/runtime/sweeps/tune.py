@@ -41,9 +41,7 @@ from tlora.tuning.study import StudyState, replayed
 MAY_CHANGE = (
     "engine",
     "report_to",
-    "search.max_tokens",
     "search.max_seconds",
-    "search.max_parallel",
 )
 """Of a sweep that has begun: what changes how long it runs, not what its trials are."""
 
@@ -130,6 +128,7 @@ def tune(
     study = study_of(state, spec, directory.root, runner.seconds, interrupted=interrupted)
     if not interrupted:
         study = replace(study, winner=kept_winner(spec, study, made, model, view))
+        directory.write_json(directory.root / "study.json", study.as_json())
         if measure_fusion:
             study = replace(study, fusion=measured_fusion(spec, made, model, engine.budget_tokens))
     directory.write_json(directory.root / "study.json", study.as_json())
