@@ -51,7 +51,10 @@ def test_a_plan_refuses_what_cannot_be() -> None:
     with pytest.raises(SpecError, match=r"plan\.replicas"):
         Plan(replicas=0, bucket=1)
     with pytest.raises(SpecError, match=r"plan\.adapters"):
-        Plan(bucket=1, adapters="rank_local")
+        Plan(bucket=1, adapters="replicated")
+    with pytest.raises(SpecError, match=r"plan\.spread"):
+        Plan(bucket=1, replicas=2, adapters="rank_local", spread=("big",))
+    assert Plan(bucket=1, replicas=2, adapters="mixed", spread=("big",)).gpus == 2
 
 
 def test_events_and_decisions_survive_json() -> None:

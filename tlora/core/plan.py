@@ -6,7 +6,8 @@ from typing import Literal
 
 from tlora.core.errors import SpecError
 
-Placement = Literal["replicated", "rank_local"]
+Placement = Literal["data_parallel", "rank_local", "mixed"]
+PLACEMENTS: tuple[Placement, ...] = ("data_parallel", "rank_local", "mixed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,7 +18,7 @@ class Plan:
     """Tokens of a nano-batch on one replica: the budget that composing fills."""
 
     replicas: int = 1
-    """Whole copies of the base. Each takes other sequences; gradients are summed before a step."""
+    """Whole copies of the base, each on `fsdp` x `tp` x `pp` GPUs."""
 
     fsdp: int = 1
     """GPUs that shard one copy of the base."""
@@ -28,9 +29,13 @@ class Plan:
     pp: int = 1
     """Stages that a copy's layers are cut into."""
 
-    adapters: Placement = "replicated"
-    """replicated: every rank holds every adapter. rank_local: each adapter lives on one rank of
-    an FSDP copy, and its gradients never cross ranks."""
+    adapters: Placement = "data_parallel"
+    """data_parallel: every rank holds every adapter and takes some of its sequences; its gradients
+    are summed before its step. rank_local: each job lives on one rank, and nothing of it crosses
+    ranks. mixed: the jobs of `spread` are data-parallel, the others rank-local."""
+
+    spread: tuple[str, ...] = ()
+    """Jobs, by name, that are too big for one rank; for mixed adapters only."""
 
     def __post_init__(self) -> None:
         for name in ("bucket", "replicas", "fsdp", "tp", "pp"):
@@ -38,14 +43,14 @@ class Plan:
                 raise SpecError(
                     f"must be at least 1, got {getattr(self, name)}", field=f"plan.{name}"
                 )
-        if self.adapters == "rank_local" and self.fsdp == 1:
+        if self.adapters not in PLACEMENTS:
             raise SpecError(
-                "rank_local places adapters among the ranks of an FSDP copy; set plan.fsdp above 1",
+                f"must be one of {', '.join(PLACEMENTS)}, got {self.adapters}",
                 field="plan.adapters",
             )
-        if self.adapters not in ("replicated", "rank_local"):
+        if self.spread and self.adapters != "mixed":
             raise SpecError(
-                f"must be replicated or rank_local, got {self.adapters}", field="plan.adapters"
+                "names jobs that span ranks, which needs plan.adapters: mixed", field="plan.spread"
             )
 
     @property
@@ -64,5 +69,9 @@ class Plan:
             if count > 1
         ]
         copies = "1 replica" if self.replicas == 1 else f"{self.replicas} replicas"
-        local = ["rank-local adapters"] if self.adapters == "rank_local" else []
-        return ", ".join([copies, *parts, f"nano-batches of {self.bucket} tokens", *local])
+        where = {
+            "data_parallel": [],
+            "rank_local": ["rank-local adapters"],
+            "mixed": [f"rank-local adapters but {', '.join(self.spread) or 'none'}"],
+        }[self.adapters]
+        return ", ".join([copies, *parts, f"nano-batches of {self.bucket} tokens", *where])
