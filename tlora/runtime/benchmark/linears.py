@@ -141,12 +141,10 @@ def _time_group(
             F.linear(x, linear.weight.T if target.transposed else linear.weight, linear.bias)
             for linear, target in zip(linears, targets, strict=True)
         ]
-        torch.autograd.backward(outputs, dy)
-        x.grad = None
+        torch.autograd.grad(outputs, x, dy)
 
     def fused() -> None:
-        torch.autograd.backward([linear(x) for linear in linears], dy)
-        x.grad = None
+        torch.autograd.grad([linear(x) for linear in linears], x, dy)
 
     with model.routed(batch, train=True):
         # Twice each in turn, the better median of either: a machine's hiccup hits one of them.
