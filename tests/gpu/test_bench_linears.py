@@ -26,7 +26,8 @@ def test_adapters_cost_a_fraction_of_the_linears() -> None:
         dtype=torch.bfloat16,
     )
     with torch.device("cuda"):
-        model = SuperModel(LlamaForCausalLM(config).to(torch.bfloat16), reserve_rows=512)
+        base = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = SuperModel(base, reserve_rows=512)
     work = new_workload(
         num_jobs=8, ranks=(8, 16, 32, 64), batches=(2,), lengths=(512,), steps=1,
         dropout=0.0, vocabulary=512,

@@ -118,6 +118,17 @@ def test_an_arm_that_runs_out_of_memory_keeps_what_it_has() -> None:
         measured(Clockwork(a=[1.0] * 2, b=[ZeroDivisionError()]), 1)
 
 
+def test_later_rounds_bring_what_ran_out_of_memory() -> None:
+    """Times of arms that had the device to themselves count, and then nothing is missing."""
+    first = Rounds({"a": [1.0]}, [3.0], ["b: out of memory in round 1"], True, ["b", "c"])
+    assert not first.complete
+    both = first.followed_by(Rounds({"b": [2.0], "c": [4.0]}, [9.0]))
+    assert both.complete and both.seconds == {"a": [1.0], "b": [2.0], "c": [4.0]}
+    assert both.drifts_pct == [3.0] and both.notes == first.notes
+    part = first.followed_by(Rounds({"b": [2.0]}, [], ["time was over"], False))
+    assert part.out_of_memory == ["c"] and not part.on_time and not part.complete
+
+
 def test_medians_and_spreads_are_exact() -> None:
     """One slow round moves the spread, not the median."""
     rounds = Rounds({"a": [2.0, 4.0, 2.0, 2.0, 3.0], "b": [10.0] * 5}, [0.0] * 5)

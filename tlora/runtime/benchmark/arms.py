@@ -6,6 +6,7 @@ are drawn once for a benchmark (`draw_adapters`): in a large model that takes se
 """
 
 import statistics
+from collections import Counter as Tally
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -46,11 +47,15 @@ class Counter:
 
     def __init__(self) -> None:
         self.tokens = self.sequences = self.steps = self.nano_batches = 0
+        self.sizes: Tally[int] = Tally()
+        """Nano-batches by their rows."""
+
         self.losses: dict[str, list[float]] = {}
 
     def on_nano_batch(self, outcome: Outcome) -> None:
         self.tokens += sum(outcome.tokens.values())
         self.nano_batches += 1
+        self.sizes[outcome.rows] += 1
 
     def on_step(self, driver: JobDriver, done: StepDone) -> None:
         self.steps += 1

@@ -209,8 +209,7 @@ def _run(settings: Settings, say: Say, started: float) -> Result:
         until=lineup.until,
     )
     lineup.close()
-    notes += rounds.notes
-    complete = rounds.complete
+    complete = True
 
     def in_time(what: str, measure: Callable[[], T]) -> T | None:
         nonlocal complete
@@ -243,6 +242,22 @@ def _run(settings: Settings, say: Say, started: float) -> Result:
     def overhead() -> float | None:
         return engine_overhead_pct(lineup, started + seconds)
 
+    def peft_alone() -> Rounds:
+        return run_rounds(
+            lineup.alone("peft"),
+            repeats=settings.repeats,
+            expected=dict.fromkeys(PEFT.values(), whole),
+            say=say,
+            until=started + seconds,
+        )
+
+    pauses_seen = in_time("pauses", watched_pauses)
+    linears_seen = in_time("single linears", times_of_linears) or []
+    overhead_pct = in_time("the engine's own work", overhead)
+    if set(PEFT.values()) <= set(rounds.out_of_memory):
+        # Beside our model there was no room; nothing of ours is measured any more.
+        alone = in_time("PEFT by itself", peft_alone)
+        rounds = rounds.followed_by(alone) if alone else rounds
     return Result(
         settings=settings,
         shape=shape,
@@ -250,15 +265,15 @@ def _run(settings: Settings, say: Say, started: float) -> Result:
         work=work,
         rounds=rounds,
         nano_batches=lineup.nano_batches,
-        pauses=in_time("pauses", watched_pauses),
-        linears=in_time("single linears", times_of_linears) or [],
-        engine_overhead_pct=in_time("the engine's own work", overhead),
+        pauses=pauses_seen,
+        linears=linears_seen,
+        engine_overhead_pct=overhead_pct,
         graphs=lineup.graphs,
         peak_bytes=peak.bytes,
         gemm_flops_per_s=gemm,
         copy_bytes_per_s=copies,
-        notes=notes,
-        complete=complete,
+        notes=[*notes, *rounds.notes],
+        complete=complete and rounds.complete,
     )
 
 

@@ -2,10 +2,13 @@
 first, for time may run out. Each is made, and warmed up, when its turn comes.
 """
 
+import gc
 import time
+from collections import Counter as Tally
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from tlora.model.super_model import SuperModel
@@ -20,7 +23,7 @@ from tlora.runtime.benchmark.peft_arm import PeftJobs, is_available, train_one_b
 from tlora.runtime.benchmark.processes import Processes
 from tlora.runtime.benchmark.rounds import Arm, LeftOut, Prepare, Run
 from tlora.runtime.benchmark.settings import Settings
-from tlora.runtime.benchmark.steadiness import BEFORE_CAPTURE, Graphs, settle
+from tlora.runtime.benchmark.steadiness import BEFORE_CAPTURE, MOST_RUNS, Graphs, settle
 from tlora.runtime.benchmark.workload import Workload
 
 FUSED = "fused"
@@ -86,20 +89,25 @@ class Lineup:
         return {name: made[name] for kind in kinds for name in NAMES[kind]}
 
     def warm_fused(self) -> None:
-        seen = 0
+        """Until every size of nano-batch has been seen often enough to be captured."""
+        seen: Tally[int] = Tally()
 
         def run() -> None:
-            nonlocal seen
             counter = Counter()
             train_together(
                 self.ours, self.work, self.work.jobs, self.budget, counter, adapters=self.adapters
             )
             self.nano_batches = counter.nano_batches
-            seen += counter.nano_batches
+            seen.update(counter.sizes)
 
         least = BEFORE_CAPTURE if self.ours.routing.compiled else 0
         with self.graphs.watched():
-            self.graphs.warm_up_runs = settle(run, self.graphs.state, enough=lambda: seen >= least)
+            self.graphs.warm_up_runs = settle(
+                run,
+                self.graphs.state,
+                enough=lambda: all(count >= least for count in seen.values()),
+                most=max(MOST_RUNS, least + 1),
+            )
 
     def fused(self) -> Run:
         with self.graphs.watched(len(self.work.jobs)):
@@ -169,6 +177,16 @@ class Lineup:
         jobs = self._peft
         train_one_by_one(jobs, self.work, packed=how == "packed")
         return lambda: train_one_by_one(jobs, self.work, packed=how == "packed")
+
+    def alone(self, kind: str) -> dict[str, Prepare]:
+        """The arms of a kind once ours is not needed any more: they have the device to
+        themselves."""
+        self.ours.release_graphs()
+        self._plain.clear()
+        gc.collect()
+        if self.ours.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return self.arms([kind])
 
     def spread(self, what: str) -> Arm:
         """Over processes, which wait between their runs."""

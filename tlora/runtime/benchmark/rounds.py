@@ -44,8 +44,25 @@ class Rounds:
     notes: list[str] = field(default_factory=list[str])
     """What was left out, and why."""
 
-    complete: bool = True
-    """Neither time nor memory ran out."""
+    on_time: bool = True
+    out_of_memory: list[str] = field(default_factory=list[str])
+    """Arms that ran out of it, and have no times."""
+
+    @property
+    def complete(self) -> bool:
+        """Neither time nor memory ran out."""
+        return self.on_time and not self.out_of_memory
+
+    def followed_by(self, later: "Rounds") -> "Rounds":
+        """With the arms of rounds that were run afterwards, in which some may have had more
+        memory."""
+        return Rounds(
+            {**self.seconds, **later.seconds},
+            self.drifts_pct,
+            [*self.notes, *later.notes],
+            self.on_time and later.on_time,
+            [name for name in self.out_of_memory if name not in later.seconds],
+        )
 
     def median(self, arm: str) -> float:
         return statistics.median(self.seconds[arm])
@@ -92,7 +109,7 @@ def run_rounds(
     notes: list[str] = []
     taken: dict[str, float] = {}
     first = next(iter(arms))
-    ran_out_of_memory = False
+    out_of_memory: list[str] = []
 
     def measured(name: str) -> float:
         started = clock()
@@ -134,7 +151,7 @@ def run_rounds(
                     raise
                 waiting.remove(name)
                 ready.pop(name, None)
-                ran_out_of_memory = True
+                out_of_memory.append(name)
                 notes.append(f"{name}: out of memory in round {number}")
             if not on_time:
                 break
@@ -146,7 +163,7 @@ def run_rounds(
         if not on_time:
             notes += out_of_time(waiting, seconds, repeats)
             break
-    return Rounds(seconds, drifts, notes, on_time and not ran_out_of_memory)
+    return Rounds(seconds, drifts, notes, on_time, out_of_memory)
 
 
 def out_of_time(
