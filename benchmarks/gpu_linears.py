@@ -2,15 +2,13 @@
 
     python benchmarks/gpu_linears.py --check --stages --layer      # all of it
     python benchmarks/gpu_linears.py --layer --tokens 8192 --adapters 8 32 --ranks mixed
-    python benchmarks/gpu_linears.py --layer --how write fold --warm --shadow --tokens 8192
 
 --check compares every kernel with the float32 reference, on fresh inputs, outputs poisoned with
 NaN, and shows that a scale off by 1 % is refused. --stages times each kernel beside its bytes.
 --layer times forward and dX of the seven linears, frozen and with adapters, as replays of a
-captured graph and, with --plain, without one. `--how fold` adds SwiGLU behind gate and up, forward
-and backward, to every way and to the frozen layer: one elementwise kernel there, the one that adds
-the adapters in `fold` (triton_swiglu.py). Costs stay in per cent of the frozen linears alone.
---warm first compiles every kernel, in processes side by side. Tables first, then one JSON line.
+captured graph and, with --plain, without one; `by group` is the same from the groups timed one by
+one. --warm first compiles every kernel, in processes side by side. Tables first, then one JSON
+line.
 """
 
 import argparse
@@ -25,9 +23,8 @@ from multiprocessing import get_context
 
 import torch
 import triton
-import triton.language as tl
 
-from tlora.kernels.multi_lora import reference, triton_swiglu
+from tlora.kernels.multi_lora import reference
 from tlora.kernels.multi_lora import triton_backward as backward
 from tlora.kernels.multi_lora import triton_forward as forward
 from tlora.kernels.multi_lora.blocks import Blocks, Layout, Tiles
@@ -49,7 +46,6 @@ SHAPES = {
     },
 }
 MIXED = (8, 64, 16, 32)
-HOWS = ("add", "write", "fold")
 
 
 @dataclass(frozen=True)
@@ -88,21 +84,6 @@ class Case:
             )
             a_row, b_row = a_row + rank * linears, b_row + rank
         return segments
-
-
-@triton.jit
-def swiglu_kernel(p_h, p_dg, p_du, p_dh, p_g, p_u, BACKWARD: tl.constexpr, BLOCK: tl.constexpr):
-    """As a compiler fuses it: every value once in, once out."""
-    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    b_g, b_u = tl.load(p_g + o).to(tl.float32), tl.load(p_u + o).to(tl.float32)
-    b_sigmoid = 1.0 / (1.0 + tl.exp(-b_g))
-    if BACKWARD:
-        b_dh = tl.load(p_dh + o).to(tl.float32)
-        b_dg = b_dh * b_u * b_sigmoid * (1.0 + b_g * (1.0 - b_sigmoid))
-        tl.store(p_dg + o, b_dg.to(p_dg.dtype.element_ty))
-        tl.store(p_du + o, (b_dh * b_g * b_sigmoid).to(p_du.dtype.element_ty))
-    else:
-        tl.store(p_h + o, (b_g * b_sigmoid * b_u).to(p_h.dtype.element_ty))
 
 
 class Group:
@@ -148,75 +129,35 @@ class Group:
         self.dx = torch.empty_like(self.x)
         self.s = torch.empty(case.tokens, layout.s_width, **random)
         self.ds = torch.empty_like(self.s)
-        self.swiglu = False
-        """Whether silu(gate) * up comes after the linears."""
 
-    def use_swiglu(self) -> "Group":
-        self.swiglu = True
-        self.h, self.dh = torch.empty_like(self.y[0]), torch.randn_like(self.y[0])
-        return self
-
-    def plain_swiglu(self, *, backward: bool):
-        wide = (self.h, *self.dy, self.dh, *self.y)
-        swiglu_kernel[(self.h.numel() // 1024,)](*wide, backward, 1024)
-
-    def folded_swiglu(self, *, backward: bool, tuning=None):
-        common = (*self.y, self.s, self.b_used, self.blocks)
-        if backward:
-            triton_swiglu.swiglu_backward(*self.dy, self.dh, *common, tuning=tuning)
-        else:
-            triton_swiglu.swiglu_forward(self.h, *common, tuning=tuning)
-
-    def shrink(self):
-        n = len(self.outs)
-        forward.shrink(
-            self.s, [self.x] * n, [self.a_used] * n, self.blocks, self.rows, self.linears,
-            name="shrink_x",
-        )  # fmt: skip
-
-    def frozen_forward(self, *, swiglu: bool = True):
+    def frozen_forward(self):
         for y, w in zip(self.y, self.weights, strict=True):
             torch.mm(self.x, w.T, out=y)
-        if swiglu and self.swiglu:
-            self.plain_swiglu(backward=False)
 
-    def frozen_backward(self, *, swiglu: bool = True):
-        if swiglu and self.swiglu:
-            self.plain_swiglu(backward=True)
+    def frozen_backward(self):
         torch.mm(self.dy[0], self.weights[0], out=self.dx)
         for dy, w in zip(self.dy[1:], self.weights[1:], strict=True):
             self.dx.addmm_(dy, w)
 
     def forward(self, how: str):
-        if how == "fold" and self.swiglu:
-            self.shrink()
-            self.frozen_forward(swiglu=False)
-            self.folded_swiglu(backward=False)
-            return
         if how == "add":
-            self.frozen_forward(swiglu=False)
+            self.frozen_forward()
         self.s = forward.add_forward(
             self.y, self.x, self.a_used, self.b_used, self.blocks, self.rows, self.linears,
             write=how != "add",
         )  # fmt: skip
-        if how in ("write", "fold"):
+        if how == "write":
             for y, w in zip(self.y, self.weights, strict=True):
                 y.addmm_(self.x, w.T)
-        if self.swiglu:
-            self.plain_swiglu(backward=False)
 
     def backward(self, how: str):
-        if self.swiglu and how == "fold":
-            self.folded_swiglu(backward=True)
-        elif self.swiglu:
-            self.plain_swiglu(backward=True)
         if how == "add":
-            self.frozen_backward(swiglu=False)
+            self.frozen_backward()
         backward.add_backward(
             self.dx, self.x, self.dy, self.s, self.a_used, self.b_used, self.grad_a, self.grad_b,
             self.blocks, self.rows, self.linears, write=how != "add",
         )  # fmt: skip
-        if how in ("write", "fold"):
+        if how == "write":
             for dy, w in zip(self.dy, self.weights, strict=True):
                 self.dx.addmm_(dy, w)
 
@@ -345,13 +286,19 @@ def graph_of(step, repeats: int = 1):
 
 
 def times_us(steps: dict, *, rounds: int = 15, inner: int = 2) -> dict[str, float]:
-    """Median microseconds of each; rounds interleave them, so that drift hits all alike."""
+    """Median microseconds of each; rounds interleave them, so that drift hits all alike.
+
+    The clock depends on the power of the last milliseconds: each sample comes behind its own like,
+    and every other round goes backwards, so that none profits from who ran before it.
+    """
     samples: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         step()
     torch.cuda.synchronize()
-    for _ in range(rounds):
-        for name, step in steps.items():
+    for i in range(rounds):
+        for name, step in list(steps.items())[:: -1 if i % 2 else 1]:
+            for _ in range(inner):
+                step()
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             for _ in range(inner):
@@ -423,14 +370,12 @@ def stages(case: Case, shape: str, tiles: Tiles, shadow: bool) -> dict:
 
 def layer(case: Case, shape: str, tiles: Tiles, shadow: bool, hows: list[str], plain: bool) -> dict:
     groups = {n: Group(case, f, tiles=tiles, shadow=shadow) for n, f in SHAPES[shape].items()}
-    if "fold" in hows:
-        groups["gate_up"].use_swiglu()
 
-    def frozen(swiglu=True):
+    def frozen():
         for g in groups.values():
-            g.frozen_forward(swiglu=swiglu)
+            g.frozen_forward()
         for g in reversed(groups.values()):
-            g.frozen_backward(swiglu=swiglu)
+            g.frozen_backward()
 
     def adapted(how):
         for g in groups.values():
@@ -438,7 +383,7 @@ def layer(case: Case, shape: str, tiles: Tiles, shadow: bool, hows: list[str], p
         for g in reversed(groups.values()):
             g.backward(how)
 
-    steps = {"frozen": frozen, "linears": lambda: frozen(swiglu=False)}
+    steps = {"frozen": frozen}
     for how in hows:
         steps[how] = lambda how=how: adapted(how)
     for name, g in groups.items():
@@ -450,9 +395,10 @@ def layer(case: Case, shape: str, tiles: Tiles, shadow: bool, hows: list[str], p
     graphs = {name: graph_of(step) for name, step in steps.items()}
     replayed = times_us({name: graph.replay for name, graph in graphs.items()})
     result = {"graph_us": {k: round(v, 1) for k, v in replayed.items()}}
-    base = replayed["linears"]
+    base = replayed["frozen"]
     for how in hows:
-        result[f"overhead_{how}"] = round((replayed[how] - replayed["frozen"]) / base, 4)
+        result[f"overhead_{how}"] = round(replayed[how] / base - 1, 4)
+        result[f"overhead_{how}_by_group"] = round(by_group(replayed, how), 4)
     if plain:
         eager = times_us({k: steps[k] for k in ("frozen", *hows)}, rounds=7)
         result["plain_us"] = {k: round(v, 1) for k, v in eager.items()}
@@ -461,7 +407,11 @@ def layer(case: Case, shape: str, tiles: Tiles, shadow: bool, hows: list[str], p
     print(
         f"{shape} T={case.tokens} adapters={case.adapters} rank={case.ranks} p={case.dropout}"
         f" shadow={shadow}: frozen {base:.0f} us",
-        *(f"| {how} +{100 * result[f'overhead_{how}']:.1f} %" for how in hows),
+        *(
+            f"| {how} +{100 * result[f'overhead_{how}']:.1f} %"
+            f" (by group +{100 * result[f'overhead_{how}_by_group']:.1f} %)"
+            for how in hows
+        ),
         *(f"| plain {k} {v:.0f}" for k, v in result.get("plain_us", {}).items()),
         f"| floor at 4.3 TB/s +{100 * total / 4.3e6 / base:.1f} %",
     )
@@ -478,11 +428,16 @@ def layer(case: Case, shape: str, tiles: Tiles, shadow: bool, hows: list[str], p
     return result
 
 
+def by_group(times: dict[str, float], how: str) -> float:
+    """The cost of the adapters over frozen linears, both as sums of groups that ran by
+    themselves."""
+    sums = {w: sum(us for name, us in times.items() if f" {w} " in name) for w in (how, "frozen")}
+    return sums[how] / sums["frozen"] - 1
+
+
 def compile_group(case: Case, features: tuple, shadow: bool, hows: list[str]) -> None:
     """Run every kernel of a group once; what it compiles is kept on disk for others."""
     group = Group(case, features, tiles=Tiles.for_tokens(case.tokens), shadow=shadow)
-    if "fold" in hows and len(group.outs) == 2:
-        group.use_swiglu()
     for how in hows:
         group.forward(how)
         group.backward(how)
@@ -491,9 +446,7 @@ def compile_group(case: Case, features: tuple, shadow: bool, hows: list[str]) ->
 
 def warm(cases: list[Case], shape: str, shadow: bool, hows: list[str]) -> None:
     """One case of each that compiles something of its own, in processes side by side."""
-    kinds = {
-        (case.tokens, case.max_rank, case.dropout, max(32, case.adapters)): case for case in cases
-    }
+    kinds = {(c.tokens, c.max_rank, c.dropout, max(32, c.adapters)): c for c in cases}
     with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:
         made = [
             pool.submit(compile_group, case, features, shadow, hows)
@@ -511,7 +464,7 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--ranks", nargs="+", default=["16", "64", "mixed"])
     parser.add_argument("--dropout", type=float, nargs="+", default=[0.0, 0.05])
-    parser.add_argument("--how", nargs="+", default=["add", "write"], choices=HOWS)
+    parser.add_argument("--how", nargs="+", default=["add", "write"], choices=["add", "write"])
     parser.add_argument("--shadow", action="store_true", help="bf16 copies of the pools")
     parser.add_argument("--warm", action="store_true", help="compile first, side by side")
     parser.add_argument("--plain", action="store_true", help="time without graphs too")

@@ -9,9 +9,7 @@ from tlora.kernels.multi_lora import settings
 from tlora.kernels.multi_lora.blocks import Tiles
 from tlora.kernels.multi_lora.settings import Device, Shape, Tuning, tuning
 
-KERNELS = (
-    "shrink", "expand_y", "expand_dx", "reduce_a", "reduce_b", "sum", "swiglu", "swiglu backward",
-)  # fmt: skip
+KERNELS = ("shrink", "expand_y", "expand_dx", "reduce_a", "reduce_b", "sum")
 
 
 def shapes():

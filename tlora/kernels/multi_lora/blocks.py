@@ -37,7 +37,7 @@ _NO_ROWS = np.zeros((0, COLUMNS), dtype=np.int32)
     KEEP,  # float bits of 1 / (1 - p)
     FIRST,  # `expand`: first piece; `reduce`: first row of the job's partial sums
     SIZE,  # `expand`: number of pieces; `reduce`: number of partial sums (1: none needed)
-    INDEX,  # `reduce`: place of this row among them; `swiglu`: pieces of up, after those of gate
+    INDEX,  # `reduce`: place of this row among them
     GROUP,  # `reduce`: which job and piece, for the counter of finished partial sums
 ) = range(14)
 
@@ -50,7 +50,6 @@ LISTS = (
     "pieces_dx",
     "reduce_a",  # chunks of dA = dS^T drop(X)
     "reduce_b",  # chunks of dB = S^T dY
-    "swiglu",  # chunks of silu(gate) * up, both with their S B; of groups of two linears
 )
 
 
@@ -128,7 +127,6 @@ class Layout:
             "pieces_dx": self.max_segments * chunk_pieces,
             "reduce_a": long * n * ceil(self.max_rank / tiles.stack_rank),
             "reduce_b": long * chunk_pieces,
-            "swiglu": expand if n == 2 else 0,
         }
 
     def most_rank(self, name: str) -> int:
@@ -240,7 +238,7 @@ def _lists(layout: Layout, segments: list[Segment]) -> dict[str, np.ndarray]:
     _number_sums(lists["reduce_a"], lists["reduce_a"][:, W_ROW].astype(np.int64))
     of_linear = lists["reduce_b"][:, LINEAR].astype(np.int64) << 32
     _number_sums(lists["reduce_b"], of_linear + lists["reduce_b"][:, W_ROW])
-    for name in ("expand_y", "expand_dx", "reduce_a", "reduce_b", "swiglu"):
+    for name in ("expand_y", "expand_dx", "reduce_a", "reduce_b"):
         # Long ones first: a shorter tail.
         lists[name] = lists[name][np.argsort(-lists[name][:, COUNT], kind="stable")]
     return lists
@@ -252,12 +250,6 @@ def _add_expands(
     sizes = {"y": 0, "dx": 0}
     for segment in segments:
         stacked, apart = (_pieces(segment, layout.tiles.chunk_rank, side) for side in "ab")
-        if layout.num_linears == 2:
-            row = np.zeros((1, COLUMNS), dtype=np.int32)
-            row[0, RANK] = apart[:, RANK].max(initial=0)
-            row[0, FIRST] = layout.first_row["pieces_y"] + sizes["y"]
-            row[0, SIZE], row[0, INDEX] = np.bincount(apart[:, LINEAR], minlength=2)
-            parts["swiglu"].append(_blocks(segment, row, layout.tiles.expand_tokens))
         cases = [("dx", 0, stacked)]
         for linear in range(layout.num_linears):
             cases.append(("y", linear, apart[apart[:, LINEAR] == linear]))

@@ -70,18 +70,3 @@ def backward(
             grads.a[a_rows] += ds.T @ x_l
             grads.x[tokens] += dropped(ds @ a[a_rows], rows[tokens], **stream)
     return grads
-
-
-class Swiglu(NamedTuple):
-    h: torch.Tensor
-    gate: torch.Tensor
-    """The gradient of gate, and so below."""
-
-    up: torch.Tensor
-
-
-def swiglu(gate: torch.Tensor, up: torch.Tensor, dh: torch.Tensor) -> Swiglu:
-    """h = silu(gate) * up, and the gradients of <dh, h>; gate and up with their adapters."""
-    sigmoid = gate.sigmoid()
-    silu = gate * sigmoid
-    return Swiglu(silu * up, dh * up * (sigmoid + silu * (1 - sigmoid)), dh * silu)

@@ -97,8 +97,6 @@ TUNINGS: dict[str, Tuning] = {
         tokens=64, features=128, warps=8, stages=2, registers=255, programs=1
     ),
     "sum": Tuning(tokens=16, features=0, programs=8),
-    "swiglu": Tuning(tokens=64, features=64, warps=4, stages=2, programs=4),
-    "swiglu backward": Tuning(tokens=64, features=64, warps=4, stages=2, programs=4),
 }
 
 
@@ -107,8 +105,7 @@ LEAST_FEATURES = 32
 
 
 def tuning(kernel: str, shape: Shape, device: Device = MEASURED) -> Tuning:
-    """The settings of one of shrink, expand_y, expand_dx, reduce_a, reduce_b, sum, swiglu, swiglu
-    backward."""
+    """The settings of one of shrink, expand_y, expand_dx, reduce_a, reduce_b, sum."""
     best = TUNINGS[case_of(kernel, shape)]
     if kernel == "sum":
         return best  # It has no shared memory to run out of.
@@ -162,8 +159,6 @@ def shared_bytes(kernel: str, shape: Shape, tuning: Tuning, capability: int) -> 
             found = _expand_bytes(kernel, shape, tuning, depth, capability)
         case "reduce_a" | "reduce_b":
             found = _reduce_bytes(kernel, shape, tuning, depth, capability)
-        case "swiglu" | "swiglu backward":
-            found = _swiglu_bytes(shape, tuning, depth, capability)
         case _:
             return 0
     return found + (BARRIER_BYTES if capability >= 100 else 0)
@@ -225,23 +220,6 @@ def _expand_bytes(kernel: str, shape: Shape, tuning: Tuning, depth: int, capabil
     if _lies_twice(shape, capability):
         most = max(most, 2 * (w + s))
     return most + tuning.warps * 2048  # Y on its way to be stored.
-
-
-def _swiglu_bytes(shape: Shape, tuning: Tuning, depth: int, capability: int) -> int:
-    rank = _rank_tile(shape.max_rank, CHUNK_RANK)
-    s = tuning.tokens * rank * shape.itemsize
-    w = rank * tuning.features * shape.itemsize
-    y = tuning.tokens * tuning.features
-    most = 2 * w + 2 * depth * s
-    if shape.max_rank > CHUNK_RANK:
-        # Rows of B are loaded with those of S, block by block.
-        cast = w if shape.pool_itemsize != shape.itemsize else 0
-        loaded = rank * tuning.features * shape.pool_itemsize
-        most = max(most, depth * (s + loaded) + cast)
-    if _lies_twice(shape, capability):
-        most = max(most, 2 * (2 * w + s))
-    # Gate and up on their way between threads.
-    return most + y * 4
 
 
 def _reduce_bytes(kernel: str, shape: Shape, tuning: Tuning, depth: int, capability: int) -> int:
