@@ -6,7 +6,9 @@
 --check compares every kernel with the float32 reference, on fresh inputs, outputs poisoned with
 NaN, and shows that a scale off by 1 % is refused. --stages times each kernel beside its bytes.
 --layer times forward and dX of the seven linears, frozen and with adapters, as replays of a
-captured graph and, with --plain, without one. Tables first, then one JSON line.
+captured graph and, with --plain, without one; `by group` is the same from the groups timed one by
+one. --warm first compiles every kernel, in processes side by side. Tables first, then one JSON
+line.
 """
 
 import argparse
@@ -15,7 +17,9 @@ import json
 import statistics
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 
 import torch
 import triton
@@ -282,13 +286,19 @@ def graph_of(step, repeats: int = 1):
 
 
 def times_us(steps: dict, *, rounds: int = 15, inner: int = 2) -> dict[str, float]:
-    """Median microseconds of each; rounds interleave them, so that drift hits all alike."""
+    """Median microseconds of each; rounds interleave them, so that drift hits all alike.
+
+    The clock depends on the power of the last milliseconds: each sample comes behind its own like,
+    and every other round goes backwards, so that none profits from who ran before it.
+    """
     samples: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         step()
     torch.cuda.synchronize()
-    for _ in range(rounds):
-        for name, step in steps.items():
+    for i in range(rounds):
+        for name, step in list(steps.items())[:: -1 if i % 2 else 1]:
+            for _ in range(inner):
+                step()
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             for _ in range(inner):
@@ -388,6 +398,7 @@ def layer(case: Case, shape: str, tiles: Tiles, shadow: bool, hows: list[str], p
     base = replayed["frozen"]
     for how in hows:
         result[f"overhead_{how}"] = round(replayed[how] / base - 1, 4)
+        result[f"overhead_{how}_by_group"] = round(by_group(replayed, how), 4)
     if plain:
         eager = times_us({k: steps[k] for k in ("frozen", *hows)}, rounds=7)
         result["plain_us"] = {k: round(v, 1) for k, v in eager.items()}
@@ -396,7 +407,11 @@ def layer(case: Case, shape: str, tiles: Tiles, shadow: bool, hows: list[str], p
     print(
         f"{shape} T={case.tokens} adapters={case.adapters} rank={case.ranks} p={case.dropout}"
         f" shadow={shadow}: frozen {base:.0f} us",
-        *(f"| {how} +{100 * result[f'overhead_{how}']:.1f} %" for how in hows),
+        *(
+            f"| {how} +{100 * result[f'overhead_{how}']:.1f} %"
+            f" (by group +{100 * result[f'overhead_{how}_by_group']:.1f} %)"
+            for how in hows
+        ),
         *(f"| plain {k} {v:.0f}" for k, v in result.get("plain_us", {}).items()),
         f"| floor at 4.3 TB/s +{100 * total / 4.3e6 / base:.1f} %",
     )
@@ -413,6 +428,35 @@ def layer(case: Case, shape: str, tiles: Tiles, shadow: bool, hows: list[str], p
     return result
 
 
+def by_group(times: dict[str, float], how: str) -> float:
+    """The cost of the adapters over frozen linears, both as sums of groups that ran by
+    themselves."""
+    sums = {w: sum(us for name, us in times.items() if f" {w} " in name) for w in (how, "frozen")}
+    return sums[how] / sums["frozen"] - 1
+
+
+def compile_group(case: Case, features: tuple, shadow: bool, hows: list[str]) -> None:
+    """Run every kernel of a group once; what it compiles is kept on disk for others."""
+    group = Group(case, features, tiles=Tiles.for_tokens(case.tokens), shadow=shadow)
+    for how in hows:
+        group.forward(how)
+        group.backward(how)
+    torch.cuda.synchronize()
+
+
+def warm(cases: list[Case], shape: str, shadow: bool, hows: list[str]) -> None:
+    """One case of each that compiles something of its own, in processes side by side."""
+    kinds = {(c.tokens, c.max_rank, c.dropout, max(32, c.adapters)): c for c in cases}
+    with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:
+        made = [
+            pool.submit(compile_group, case, features, shadow, hows)
+            for case in kinds.values()
+            for features in SHAPES[shape].values()
+        ]
+        for each in made:
+            each.result()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="8b", choices=SHAPES)
@@ -422,6 +466,7 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, nargs="+", default=[0.0, 0.05])
     parser.add_argument("--how", nargs="+", default=["add", "write"], choices=["add", "write"])
     parser.add_argument("--shadow", action="store_true", help="bf16 copies of the pools")
+    parser.add_argument("--warm", action="store_true", help="compile first, side by side")
     parser.add_argument("--plain", action="store_true", help="time without graphs too")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--stages", action="store_true")
@@ -441,6 +486,8 @@ def main() -> None:
         Case(*values)
         for values in itertools.product(args.tokens, args.adapters, args.ranks, args.dropout)
     ]
+    if args.warm:
+        warm(cases, args.shape, args.shadow, args.how)
     if args.check:
         odd = [Case(1000, 7, "5", 0.1), Case(777, 3, "256", 0.0), Case(2047, 100, "9", 0.05)]
         for case in [*odd, *cases]:

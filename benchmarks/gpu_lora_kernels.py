@@ -2,13 +2,15 @@
 
     python benchmarks/gpu_lora_kernels.py --json kernels.jsonl          # all of it, about 90 s
     python benchmarks/gpu_lora_kernels.py --models 8b --kernels reduce_b sum
+    python benchmarks/gpu_lora_kernels.py --models 8b --groups gate_up --jobs 32 --settings 64x256
     TRITON_INTERPRET=1 python benchmarks/gpu_lora_kernels.py --dry      # the script itself, no GPU
 
 No model is needed: the linears of a Llama 8B or 1B layer, random values, eight jobs of rank 8, 16,
-32, 64 twice, sequences of 512 (at 2,048 tokens four of the jobs have tokens). Launches rotate over
-the buffers of several layers, so that the L2 cache is cold, in a captured graph, so that the host
-does not count. Each setting is compared with a float32 product of the same values, outputs poisoned
-with NaN; a product 1 % off must be refused. One JSON line per row is written as it is measured.
+32, 64 twice (or --jobs), sequences of 512 (at 2,048 tokens four of the jobs have tokens). Launches
+rotate over the buffers of several layers, so that the L2 cache is cold, in a captured graph, so
+that the host does not count. Each setting is compared with a float32 product of the same values,
+outputs poisoned with NaN; a product 1 % off must be refused. One JSON line per row is written as it
+is measured.
 """
 
 import argparse
@@ -55,8 +57,7 @@ MODELS = {
     "dry": {"qkv": (64, (64, 32, 32)), "down": (96, (64,))},
 }
 LAYERS = {"8b": 32, "1b": 16, "dry": 1}
-RANKS = (8, 16, 32, 64) * 2
-SEQUENCE = 512
+RANKS = (8, 16, 32, 64)
 # What one H200 reads and writes when it does nothing else (README.md of the kernels), bytes per us.
 READ, WRITE = 4.3e6, 3.4e6
 KERNELS = ("reduce_b", "sum", "reduce_a", "expand_y", "expand_dx", "shrink_x")
@@ -118,6 +119,9 @@ def candidates(kernel: str, num_tokens: int) -> list[Candidate]:
             c("128x256 w8 s2 p1 turned<64", t(128, 256, 8, 2, 1, turned=64), core=True),
             c("128x256 w8 s2 p1 turned", t(128, 256, 8, 2, 1, turned=128)),
             c("64x256 w8 s3 p1 turned<64", t(64, 256, 8, 3, 1, turned=64), core=True),
+            c("64x256 w16 s3 p1 turned<64", t(64, 256, 16, 3, 1, turned=64)),
+            c("32x256 w8 s3 p2 turned", t(32, 256, 8, 3, 2, turned=128, registers=128)),
+            c("32x256 w8 s3 p1 turned<64", t(32, 256, 8, 3, 1, turned=64)),
             c("64x128 w8 s3 p2 turned<64", t(64, 128, 8, 3, 2, **few), core=True),
             c("64x128 w4 s3 p2 turned<64", t(64, 128, 4, 3, 2, turned=64), core=True),
             c("64x128 w4 s3 p2", t(64, 128, 4, 3, 2)),
@@ -183,28 +187,14 @@ def candidates(kernel: str, num_tokens: int) -> list[Candidate]:
     return list(found.values())
 
 
-def segments_of(num_tokens: int, linears: int, dry: bool) -> list[Segment]:
-    """Jobs of one or more whole sequences, as many as fit, in the order of RANKS."""
-    sequence = 24 if dry else SEQUENCE
-    per_job = max(1, num_tokens // sequence // len(RANKS)) * sequence
-    segments, a_row, b_row, start = [], 0, 0, 0
-    for rank in RANKS:
-        stop = min(start + per_job, num_tokens)
-        if stop > start:
-            segments.append(
-                Segment(start, stop, a_row, (rank,) * linears, (b_row,) * linears, scale=16 / rank)
-            )
-        start, a_row, b_row = stop, a_row + rank * linears, b_row + rank
-    return segments
-
-
 class Layer:
     """The tensors of one layer's group: activations, pools in half precision, gradients."""
 
-    def __init__(self, features: tuple, num_tokens: int, width: int, device: str, real: bool):
-        num_in, outs = features
+    def __init__(self, place: "Place", width: int, device: str, real: bool):
+        num_tokens = place.num_tokens
+        num_in, outs = place.features
         dtype = torch.bfloat16 if device == "cuda" or not real else torch.float32
-        rows = sum(RANKS)
+        rows = sum(place.ranks)
 
         def random(*shape, scale=1.0, dtype=dtype):
             if not real:
@@ -225,11 +215,21 @@ class Layer:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a kernel runs: which model's group, how many tokens."""
+    """Where a kernel runs: which model's group, how many tokens of how many jobs."""
 
     model: str
     group: str
     num_tokens: int
+    jobs: int = 8
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of one: so many jobs should have some."""
+        return 24 if self.model == "dry" else 512 if self.jobs <= 16 else 256
+
+    @property
+    def ranks(self) -> list[int]:
+        return [RANKS[i % len(RANKS)] for i in range(self.jobs)]
 
     @property
     def features(self) -> tuple:
@@ -241,7 +241,17 @@ class Place:
 
     @property
     def segments(self) -> list[Segment]:
-        return segments_of(self.num_tokens, len(self.outs), self.model == "dry")
+        """Jobs of one or more whole sequences, as many as fit, in the order of their ranks."""
+        per_job = max(1, self.num_tokens // self.sequence // self.jobs) * self.sequence
+        linears = len(self.outs)
+        segments, a_row, b_row, start = [], 0, 0, 0
+        for rank in self.ranks:
+            stop = min(start + per_job, self.num_tokens)
+            if stop > start:
+                ranks, b_rows = (rank,) * linears, (b_row,) * linears
+                segments.append(Segment(start, stop, a_row, ranks, b_rows, scale=16 / rank))
+            start, a_row, b_row = stop, a_row + rank * linears, b_row + rank
+        return segments
 
     def layout(self, candidate: Candidate) -> Layout:
         return Layout(
@@ -522,7 +532,7 @@ def _compile(kernel: str, place: Place, candidate: Candidate, tile: int) -> str:
     """Compile what `launch` would; the message if that fails."""
     try:
         layout = place.layout(candidate)
-        layer = Layer(place.features, place.num_tokens, layout.s_width, "cpu", real=False)
+        layer = Layer(place, layout.s_width, "cpu", real=False)
         part = part_of(layer, tile) if tile else None
         launch(kernel, layer, Blocks.new(layout, "cpu"), candidate, part)
     except Exception as error:
@@ -565,14 +575,21 @@ class Bench:
         """What to measure, in order."""
         for index, model in enumerate(self.args.models):
             for num_tokens in self.args.tokens:
-                for group in MODELS[model]:
-                    place = Place(model, group, num_tokens)
+                for group in self.groups(model):
+                    place = Place(model, group, num_tokens, self.args.jobs)
                     for kernel in self.args.kernels:
                         chosen = candidates(kernel, num_tokens)
-                        for candidate in chosen:
+                        for candidate in filter(self.is_asked_for, chosen):
                             if index == 0 or candidate.core:
                                 for tile in self.tiles_of(kernel, candidate):
                                     yield place, kernel, candidate, tile
+
+    def is_asked_for(self, candidate: Candidate) -> bool:
+        begins = tuple(self.args.settings or [""])
+        return candidate.name.startswith(begins) or candidate.name.endswith("*")
+
+    def groups(self, model: str) -> list[str]:
+        return [group for group in MODELS[model] if group in (self.args.groups or MODELS[model])]
 
     def tiles_of(self, kernel: str, candidate: Candidate) -> list[int]:
         """Features of a part: of reduce_b's own tile; for `sum` both that are in question."""
@@ -632,10 +649,7 @@ class Bench:
         size = 2 * place.num_tokens * min(num_in, sum(outs))
         copies = 2 if self.device == "cpu" else max(3, min(12, math.ceil(2.5e8 / size)))
         torch.manual_seed(stable(place))
-        layers = [
-            Layer(place.features, place.num_tokens, width, self.device, real=True)
-            for _ in range(copies)
-        ]
+        layers = [Layer(place, width, self.device, real=True) for _ in range(copies)]
         known: dict = {}
         all_blocks: dict = {}
         for _, kernel, candidate, tile in items:
@@ -652,6 +666,7 @@ class Bench:
             **self.facts,
             "model": place.model,
             "tokens": place.num_tokens,
+            "jobs": place.jobs,
             "group": place.group,
             "kernel": kernel,
             "setting": candidate.name + (f", parts of {tile}" if kernel == "sum" else ""),
@@ -713,7 +728,7 @@ class Bench:
             chosen = [r for r in rows if (r["model"], r["tokens"]) == (model, num_tokens)]
             if not chosen:
                 continue
-            groups = list(MODELS[model])
+            groups = self.groups(model)
             print(
                 f"{model} {num_tokens}: "
                 + " | ".join(groups)
@@ -747,7 +762,7 @@ class Bench:
         return {
             key: (sum(us for us, _ in groups.values()) * LAYERS[key[0]] / 1e3, features)
             for key, groups in found.items()
-            if len(groups) == len(MODELS[key[0]])
+            if len(groups) == len(self.groups(key[0]))
             for features in [next(iter(groups.values()))[1]]
         }
 
@@ -797,6 +812,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", default=["8b", "1b"], choices=MODELS)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--groups", nargs="+", help="of linears; all, if not given")
+    parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--settings", nargs="+", help="those that begin so, beside the usual one")
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=85, help="start no row after so many")
