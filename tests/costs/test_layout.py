@@ -1,5 +1,7 @@
 """Where weights lie, and what gathering them moves."""
 
+from dataclasses import replace
+
 import pytest
 
 from tlora.core.errors import SpecError
@@ -26,18 +28,26 @@ def test_a_shard_has_whole_rows_and_is_padded_to_the_same_everywhere() -> None:
     assert unit.shard_values(100) == 7 + 1
 
 
-def test_a_nano_batch_gathers_the_root_once_and_every_layer_twice() -> None:
+def test_a_nano_batch_gathers_every_layer_twice_and_the_tables_once() -> None:
     """Counted by hand for eight ranks; kept layers are not gathered again, one rank gathers
     nothing."""
     layer = (12 + 6 + 6) * 96 + 12 * 96 + 25 * 96 * 2 + 12 * 200 + 12 + 12
-    root = 125 * 96 + 12 + 125 * 96
+    tables, norm = 2 * 125 * 96, 12
     found = gathers_of(SMALL, 8)
-    assert found.calls == 9
-    assert found.moved_bytes == 8 * 2 * (root + 8 * layer)
-    assert gathers_of(SMALL, 8, kept_layers=3).moved_bytes == 8 * 2 * (root + 2 * layer)
-    assert gathers_of(SMALL, 8, kept_layers=4).calls == 1
+    assert found.calls == 12
+    assert found.moved_bytes == 8 * 2 * (tables + 2 * norm + 8 * layer)
+    kept = gathers_of(SMALL, 8, kept_layers=3)
+    assert kept.moved_bytes == 8 * 2 * (tables + 2 * norm + 2 * layer)
+    assert gathers_of(SMALL, 8, kept_layers=4).calls == 4
     assert gathers_of(SMALL, 1).calls == gathers_of(SMALL, 1).moved_bytes == 0
-    assert found.moved_bytes != 8 * 2 * (2 * root + 8 * layer)
+    assert found.moved_bytes != 8 * 2 * (2 * tables + 2 * norm + 8 * layer)
+
+
+def test_a_tied_head_gathers_the_embeddings_again() -> None:
+    """Its weight is held once and gathered twice."""
+    tied = replace(SMALL, head=None)
+    assert tied.parameters == SMALL.parameters - 1000 * 96
+    assert gathers_of(tied, 8) == gathers_of(SMALL, 8)
 
 
 def test_named_shapes_have_the_parameters_of_the_models() -> None:

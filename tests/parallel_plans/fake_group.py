@@ -7,6 +7,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as functional
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -53,6 +54,21 @@ def new_model(asked: dict) -> LlamaForCausalLM:
     return model.requires_grad_(False)
 
 
+def begin_graph(module, arguments, output) -> None:
+    """As adapters do, this asks for a gradient that goes through every layer."""
+    output.requires_grad_()
+
+
+def gradient_of(head, rows: torch.Tensor) -> torch.Tensor:
+    """Of a loss, made while the head is there."""
+    head.unshard()
+    leaf = rows.detach().requires_grad_()
+    functional.linear(leaf, head.weight).float().sum().backward()
+    head.reshard()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
 def counted(asked: dict) -> dict[str, int]:
     replicas, fsdp = asked["replicas"], asked["fsdp"]
     dist.init_process_group("fake", rank=0, world_size=replicas * fsdp, store=FakeStore())
@@ -63,17 +79,21 @@ def counted(asked: dict) -> dict[str, int]:
     counter = Counter()
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = new_model(asked)
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        for layer in model.model.layers[: asked["kept_layers"]]:
+        embeddings, layers = model.model.embed_tokens, model.model.layers
+        # A tied head is the embeddings' weight, gathered once more.
+        head = embeddings if asked["tied"] else model.lm_head
+        for part in dict.fromkeys((embeddings, *layers, head, model.model)):
+            fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        # Left to itself the first layer would gather the embeddings in backward, for nothing.
+        layers[0].set_modules_to_backward_prefetch([layers[0]])
+        embeddings.register_forward_hook(begin_graph)
+        for layer in layers[: asked["kept_layers"]]:
             layer.set_reshard_after_forward(False)
             layer.set_reshard_after_backward(False)
         for _ in range(asked["nano_batches"]):
-            # As adapters do, this asks for a gradient that goes through every layer.
-            rows = torch.zeros(1, TOKENS, asked["hidden"], dtype=torch.bfloat16, requires_grad=True)
             with counter:
-                model(inputs_embeds=rows).logits.float().sum().backward()
+                rows = model.model(torch.zeros(1, TOKENS, dtype=torch.long)).last_hidden_state
+                rows.backward(gradient_of(head, rows))
     dist.destroy_process_group()
     return counter.found
 

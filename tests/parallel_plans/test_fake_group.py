@@ -65,8 +65,8 @@ def collectives() -> dict[Mesh, dict[str, int]]:
 def test_a_sharded_base_is_gathered_as_predicted_and_nothing_else(
     mesh: Mesh, collectives: dict[Mesh, dict[str, int]]
 ) -> None:
-    """The root once and each layer twice for a nano-batch; no gradient of the frozen base is
-    reduced, over shards or over replicas. Odd numbers of ranks pad as predicted."""
+    """Each layer twice for a nano-batch, embeddings and head once; no gradient of the frozen base
+    is reduced, over shards or over replicas. Odd numbers of ranks pad as predicted."""
     base = layout(tied=mesh.tied)
     expected = gathers_of(base, mesh.fsdp)
     assert collectives[mesh] == {
@@ -74,8 +74,10 @@ def test_a_sharded_base_is_gathered_as_predicted_and_nothing_else(
         "all_gather_bytes": NANO_BATCHES * expected.moved_bytes,
         "other_calls": 0,
     }
-    # All twice, the root too, would be seen.
-    assert expected.moved_bytes != 2 * base.shard_bytes(mesh.fsdp) * mesh.fsdp
+    # One more gathering of a norm would be seen.
+    assert collectives[mesh]["all_gather_bytes"] != NANO_BATCHES * (
+        expected.moved_bytes + base.gathered_bytes(base.root, mesh.fsdp)
+    )
 
 
 def test_kept_layers_are_gathered_once_for_all_nano_batches(

@@ -28,7 +28,15 @@ def test_a_world_that_does_not_divide_is_refused_with_the_nearest() -> None:
     with pytest.raises(SpecError) as error:
         check_plan(Plan(replicas=2, fsdp=4, bucket=512), world=6, jobs=JOBS)
     assert "replicas 2 x fsdp 4 is 8 GPUs, and there are 6" in str(error.value)
-    assert "nearest: replicas: 2, fsdp: 3" in str(error.value)
+    assert "nearest: replicas: 1, fsdp: 6" in str(error.value)
+
+
+def test_fewer_ranks_keep_as_many_shards_as_there_are() -> None:
+    """What fitted still fits; whole copies stay whole."""
+    sizes = {(4, 2, 7): (1, 7), (4, 2, 6): (3, 2), (1, 8, 4): (1, 4), (8, 1, 5): (5, 1)}
+    for (replicas, fsdp, world), expected in sizes.items():
+        found = resized(Plan(replicas=replicas, fsdp=fsdp, bucket=512), world)
+        assert (found.replicas, found.fsdp) == expected
 
 
 def test_memory_that_cannot_fit_is_refused_with_the_nearest() -> None:
@@ -81,6 +89,8 @@ def test_what_nothing_runs_yet_is_refused_with_shards_instead() -> None:
         SpecError, match="tp and pp: priced, not executed yet; nearest: replicas: 1"
     ):
         check_plan(Plan(tp=2, pp=2, bucket=512), world=4, jobs=JOBS)
+    with pytest.raises(SpecError, match="kept_layers: priced, not executed yet"):
+        check_plan(Plan(fsdp=4, kept_layers=2, bucket=512), world=4, jobs=JOBS)
 
 
 @given(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 GROUPS = ("group", "GPUs", "jobs", "nano-batch", "tokens/s", "memory", "GPUs' worth")
 JOBS = ("job", "r", "batch", "steps", "group", "tokens/s", "alone", "slowdown", "time")
 PLANS = ("replicas", "fsdp", "tp", "pp", "adapters", "nano-batch", "kept")
-FIGURES = ("tokens/s", "memory", "communication", "idle", "")
+FIGURES = ("tokens/s", "to the end", "memory", "communication", "idle", "")
 
 MOST_SHOWN = 12
 """Candidates; the JSON file has all."""
@@ -181,6 +181,7 @@ def figures_row(candidate: "Candidate") -> list[str]:
     price, memory = candidate.price, candidate.price.memory.total
     return [
         f"{price.tokens_per_s:,.0f}" if price.fits else "-",
+        f"{candidate.run_tokens_per_s:,.0f}" if price.fits else "-",
         "not known" if memory is None else f"{memory / 2**30:.1f} GiB",
         f"{price.communication_share:.1%}",
         f"{price.idle_share:.1%}",

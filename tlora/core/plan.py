@@ -83,8 +83,8 @@ class Plan:
 
     @property
     def is_executed(self) -> bool:
-        """tp and pp have their place and their price, and nothing runs them yet."""
-        return self.tp == self.pp == 1
+        """The others have their place and their price, and nothing runs them yet."""
+        return self.tp == self.pp == 1 and not self.kept_layers
 
     def __str__(self) -> str:
         parts = [

@@ -31,9 +31,15 @@ class Unit:
 class BaseLayout:
     name: str
     layers: tuple[Unit, ...]
+    embeddings: Unit
+    """Gathered to look tokens up, and freed."""
+
+    head: Unit | None
+    """Gathered for the losses, whose gradients are made along with them; None where it is the
+    embeddings' weight."""
+
     root: Unit
-    """What no layer has: embeddings, the last norm, the head. Gathered before the first layer and
-    kept until the nano-batch is through."""
+    """What is left: the last norm."""
 
     itemsize: int
     """Bytes of a value."""
@@ -55,8 +61,13 @@ class BaseLayout:
     and what the activations that are kept for backward grow with."""
 
     @property
+    def units(self) -> tuple[Unit, ...]:
+        head = () if self.head is None else (self.head,)
+        return (self.root, self.embeddings, *self.layers, *head)
+
+    @property
     def parameters(self) -> int:
-        return sum(layer.parameters for layer in self.layers) + self.root.parameters
+        return sum(unit.parameters for unit in self.units)
 
     @property
     def weights_bytes(self) -> int:
@@ -68,8 +79,7 @@ class BaseLayout:
 
     def shard_bytes(self, shards: int) -> int:
         """Of the whole base, on one rank."""
-        values = sum(layer.shard_values(shards) for layer in self.layers)
-        return (values + self.root.shard_values(shards)) * self.itemsize
+        return sum(unit.shard_values(shards) for unit in self.units) * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +91,19 @@ class Gathers:
     """What the calls leave on the rank, its own shard included."""
 
 
+def around(layout: BaseLayout) -> tuple[Unit, ...]:
+    """What a nano-batch gathers beside its layers: the root forward and backward, the embeddings,
+    and the head, which may be the embeddings once more."""
+    return (layout.root, layout.embeddings, layout.head or layout.embeddings, layout.root)
+
+
 def gathers_of(layout: BaseLayout, shards: int, kept_layers: int = 0) -> Gathers:
-    """The root once; every layer that is not kept once forward and once backward. Frozen weights
-    have no gradients, so nothing is reduced."""
+    """Every layer that is not kept once forward and once backward, and what is around them. Frozen
+    weights have no gradients, so nothing is reduced."""
     if shards == 1:
         return Gathers(0, 0)
-    again = layout.layers[kept_layers:]
-    layers_bytes = sum(layout.gathered_bytes(layer, shards) for layer in again)
-    return Gathers(
-        1 + 2 * len(again), layout.gathered_bytes(layout.root, shards) + 2 * layers_bytes
-    )
+    units = (*layout.layers[kept_layers:] * 2, *around(layout))
+    return Gathers(len(units), sum(layout.gathered_bytes(unit, shards) for unit in units))
 
 
 def llama_layout(
@@ -120,12 +133,14 @@ def llama_layout(
     )
     biases = ((wide, 1), (narrow, 1), (narrow, 1)) if qkv_bias else ()
     layer = Unit((*linears, *biases, (hidden, 1), (hidden, 1)))
-    table = (vocabulary, hidden)
+    table = Unit(((vocabulary, hidden),))
     multiplied = layers * sum(rows * values for rows, values in linears)
     return BaseLayout(
         name=name,
         layers=(layer,) * layers,
-        root=Unit((table, (hidden, 1)) if tied else (table, (hidden, 1), table)),
+        embeddings=table,
+        head=None if tied else table,
+        root=Unit(((hidden, 1),)),
         itemsize=itemsize,
         hidden=hidden,
         attention_width=wide,

@@ -2,12 +2,14 @@
 
 The round of groups.py, carried to ranks that shard the base and to adapters that live on one rank.
 All ranks move in lock-step: the fullest sets the time, and one without work joins with an empty
-nano-batch. For a plan of replicas with data-parallel adapters the seconds are those of groups.py
-and the control element.
+nano-batch. For a plan of replicas with data-parallel adapters the seconds are those of groups.py,
+but for the control element and for how gradients are summed.
 
 A sharded base is gathered layer by layer, a layer ahead of the one at work, so that per layer the
-longer of computing and gathering counts; the root and the first layer of each direction are waited
-for. Tensor and pipeline parallel plans are priced by arithmetic alone, and nothing runs them yet.
+longer of computing and gathering counts; the first layer of each direction is waited for, and so
+are embeddings and head. A job that spans ranks has its gradients gathered by all of them and summed
+in order. Tensor and pipeline parallel plans are priced by arithmetic alone, and nothing runs them
+yet.
 """
 
 import math
@@ -28,12 +30,11 @@ from tlora.costs.groups import (
     segments_of,
     shared_tokens,
 )
-from tlora.costs.layout import NAMED, BaseLayout, gathers_of
+from tlora.costs.layout import NAMED, BaseLayout, around, gathers_of
 from tlora.costs.memory import BYTES_PER_ADAPTER_PARAMETER
 
-CONTROLS = 2
-"""Control elements of a nano-batch: what comes next, and before backward whether someone must give
-up."""
+CONTROLS = 1
+"""Control elements of a nano-batch."""
 
 LAYERS_IN_FLIGHT = 3
 """Of a sharded base: one at work, one that arrives, and its copy into separate weights."""
@@ -57,6 +58,9 @@ class MemoryParts:
     activations: float | None
     """Of a nano-batch."""
 
+    sums: float
+    """Gradients of the largest job that spans ranks: its own, those of all ranks, their sum."""
+
     rest: float | None
     """Workspaces, and what measured peaks were above the fit."""
 
@@ -64,7 +68,8 @@ class MemoryParts:
     def total(self) -> float | None:
         if self.activations is None or self.rest is None:
             return None
-        return self.weights + self.gathered + self.adapters + self.activations + self.rest
+        counted = self.weights + self.gathered + self.adapters + self.sums
+        return counted + self.activations + self.rest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +107,7 @@ class PlanPrice:
     """What these leave on a rank."""
 
     sum_bytes: float
-    """Gradients of adapters that a rank sums with others in a round."""
+    """Gradients of jobs that span ranks: what gathering them leaves on a rank in a round."""
 
     memory: MemoryParts
     usable_bytes: float | None
@@ -187,10 +192,8 @@ def price_plan(
         empty_ranks=deck.empty_ranks,
         gather_calls=0 if gathers is None else gathers.calls * nano_batches,
         gather_bytes=0.0 if gathers is None else gathers.moved_bytes * nano_batches / plan.tp,
-        sum_bytes=0.0
-        if plan.ranks == 1
-        else GRADIENT_BYTES * deck.spread_work.parameters / plan.pp,
-        memory=_memory(base, layout, plan, rows, max(deck.longest), max(held)),
+        sum_bytes=links.sum_bytes(deck.spread_work.parameters),
+        memory=_memory(base, layout, plan, rows, max(deck.longest), max(held), deck.largest_spread),
         usable_bytes=base.usable_bytes,
         placement=tuple(placement),
     )
@@ -260,6 +263,11 @@ class _Deck:
                 [figures[job] for job in self._spread],
                 self.ranks,
             )
+
+    @property
+    def largest_spread(self) -> float:
+        """Parameters of the largest adapter that spans ranks."""
+        return max((self.figures[job].parameters for job in self._spread), default=0.0)
 
     @property
     def longest(self) -> list[int]:
@@ -349,15 +357,18 @@ class _Links:
         waits = self._gathers_s(seconds) + self._tensor_s(rows) + self._pipeline_s(rows)
         return waits + (CONTROLS * self.link.latency_s if self.plan.ranks > 1 else 0.0)
 
-    def sum_s(self, spread: RoundWork) -> float:
-        """As groups.py has it."""
+    def sum_bytes(self, parameters: float) -> float:
+        """Every rank has the gradients of all before it adds them up."""
         ranks = self.plan.ranks
-        if ranks == 1 or self.link is None:
+        return ranks * GRADIENT_BYTES * parameters / self.plan.pp if ranks > 1 else 0.0
+
+    def sum_s(self, spread: RoundWork) -> float:
+        """Each job has a call of its own."""
+        if self.plan.ranks == 1 or not spread.steps or self.link is None:
             return 0.0
-        passes = min(1.0, spread.steps)
-        ring = 2 * (ranks - 1) / ranks
-        moved = GRADIENT_BYTES * spread.parameters / self.plan.pp
-        return passes * self.link.latency_s + ring * moved / self.link.bytes_per_s
+        members = self.gpus[:: self.plan.tp]
+        moved = self.sum_bytes(spread.parameters)
+        return gather_s(moved, members, self.cluster) + (spread.steps - 1) * self.link.latency_s
 
     def _gathers_s(self, seconds: float) -> float:
         plan, layout = self.plan, self.layout
@@ -369,7 +380,10 @@ class _Links:
         part = 1 - layout.head_parameters / layout.matmul_parameters
         at_work = seconds * part / 2 / (len(layout.layers) / plan.pp)
         groups = self._groups(plan.tp, plan.fsdp)
-        waits = self._gather_s(layout.gathered_bytes(layout.root, plan.fsdp), groups)
+        waits = sum(
+            self._gather_s(layout.gathered_bytes(unit, plan.fsdp), groups)
+            for unit in around(layout)
+        )
         found: dict[int, float] = {}
         for place, layer in enumerate(again):
             moved = layout.gathered_bytes(layer, plan.fsdp)
@@ -425,6 +439,7 @@ def _memory(
     rows: float,
     longest: int,
     parameters: float,
+    largest_spread: float,
 ) -> MemoryParts:
     """tp shares weights and activations, and half of each adapter; pp shares weights and adapters,
     and has as many nano-batches in flight as stages, so that activations stay."""
@@ -438,14 +453,20 @@ def _memory(
         weights = layout.shard_bytes(plan.fsdp)
         largest = max(layout.gathered_bytes(layer, plan.fsdp) for layer in layout.layers)
         again = len(layout.layers) - plan.kept_layers
-        whole = plan.kept_layers / plan.pp + min(again, LAYERS_IN_FLIGHT)
-        gathered = (layout.gathered_bytes(layout.root, plan.fsdp) + whole * largest) / plan.tp
+        passing = max(
+            min(again, LAYERS_IN_FLIGHT) * largest,
+            *(layout.gathered_bytes(unit, plan.fsdp) for unit in around(layout)),
+        )
+        gathered = (plan.kept_layers / plan.pp * largest + passing) / plan.tp
     known = memory.bytes(rows=0.0, adapter_parameters=0.0) is not None
     row_bytes, fixed, reserve = memory.row_bytes, memory.fixed_bytes, memory.reserve_bytes
     return MemoryParts(
         weights=weights / parts,
         gathered=gathered,
         adapters=BYTES_PER_ADAPTER_PARAMETER * parameters * (1 + 1 / plan.tp) / 2 / plan.pp,
+        sums=(plan.ranks + 2) * GRADIENT_BYTES * largest_spread / plan.pp
+        if plan.ranks > 1
+        else 0.0,
         activations=(row_bytes or 0.0) * rows / plan.tp if known else None,
         rest=(fixed or 0.0) + (reserve or 0.0) if known else None,
     )

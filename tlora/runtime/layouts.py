@@ -12,19 +12,24 @@ def layout_of(model: PreTrainedModel, *, name: str, itemsize: int | None = None)
     """`itemsize` is that of the weights once they are loaded, where the model's own differs."""
     config = model.config
     layers = layers_of(model)
+    embeddings = list(model.get_input_embeddings().parameters())
+    output = model.get_output_embeddings()
+    assert output is not None
+    head = list(output.parameters())
+    is_tied = any(weight is each for weight in head for each in embeddings)
     inside = {id(weight) for layer in layers for weight in layer.parameters()}
-    # Tied weights stand once.
+    inside |= {id(weight) for weight in (*embeddings, *head)}
     root = [weight for weight in model.parameters() if id(weight) not in inside]
     targets = list(find_targets(model).values())
-    head = model.get_output_embeddings()
-    assert head is not None
-    head_parameters = sum(weight.numel() for weight in head.parameters())
+    head_parameters = sum(weight.numel() for weight in head)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     linears = sum(target.in_features * target.out_features for target in targets)
     return BaseLayout(
         name=name,
         layers=tuple(_unit(list(layer.parameters())) for layer in layers),
+        embeddings=_unit(embeddings),
+        head=None if is_tied else _unit(head),
         root=_unit(root),
         itemsize=itemsize or model.dtype.itemsize,
         hidden=config.hidden_size,

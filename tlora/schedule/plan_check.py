@@ -49,14 +49,15 @@ def distance(one: Plan, other: Plan) -> float:
     """Doublings of each number between two plans; another placement of adapters is one too."""
     pairs = ((one.replicas, other.replicas), (one.fsdp, other.fsdp), (one.bucket, other.bucket))
     apart = sum(abs(math.log2(mine / theirs)) for mine, theirs in pairs)
-    return apart + (one.adapters != other.adapters) + (one.kept_layers != other.kept_layers) / 2
+    return apart + (one.adapters != other.adapters)
 
 
 def resized(plan: Plan, world: int) -> Plan:
-    """The plan carried to so many ranks, as nearly as they divide: shards first, for memory hangs
-    on them. What a group goes on with when it has lost some."""
-    divisors = [count for count in range(1, world + 1) if world % count == 0]
-    fsdp = min(divisors, key=lambda count: (abs(math.log2(count / plan.fsdp)), -count))
+    """The plan carried to so many ranks: what a group goes on with when it has lost some. With no
+    fewer shards, as far as there are ranks, for what fits a GPU hangs on them."""
+    enough = [count for count in range(plan.fsdp, world) if world % count == 0]
+    fsdp = enough[0] if enough else world
+    fsdp = 1 if plan.fsdp == 1 else fsdp
     kept = plan.kept_layers if fsdp > 1 else 0
     return replace(plan, replicas=world // fsdp, fsdp=fsdp, kept_layers=kept)
 
@@ -76,10 +77,7 @@ def _nearest(plan: Plan, world: int, planner: Planner) -> str:
     """Of the plans that fit: with smaller nano-batches if that is enough, else otherwise laid
     out."""
     smaller = [
-        planner.price(replace(plan, bucket=size, kept_layers=kept))
-        for size in planner.sizes()
-        if size <= plan.bucket
-        for kept in {0, plan.kept_layers}
+        planner.price(replace(plan, bucket=size)) for size in planner.sizes() if size <= plan.bucket
     ]
     prices = smaller + [each.price for each in planner.choose(world).candidates]
     able = [price for price in prices if price.fits and price.plan.gpus == world]
@@ -113,7 +111,8 @@ def _doubled(world: int, most: int) -> list[int]:
 
 
 def _untensored(plan: Plan, world: int) -> Plan:
-    return resized(replace(plan, fsdp=plan.fsdp * plan.tp * plan.pp, tp=1, pp=1), world)
+    shards = plan.fsdp * plan.tp * plan.pp
+    return resized(replace(plan, fsdp=shards, tp=1, pp=1, kept_layers=0), world)
 
 
 def _try(plan: Plan) -> str:
@@ -122,7 +121,7 @@ def _try(plan: Plan) -> str:
 
 def _as_fields(plan: Plan) -> str:
     """As a plan file has them."""
-    parts = [f"replicas: {plan.replicas}", f"fsdp: {plan.fsdp}", f"bucket: {plan.bucket}"]
-    if plan.kept_layers:
-        parts.append(f"kept_layers: {plan.kept_layers}")
-    return ", ".join([*parts, f"adapters: {plan.adapters}"])
+    return (
+        f"replicas: {plan.replicas}, fsdp: {plan.fsdp}, bucket: {plan.bucket}, "
+        f"adapters: {plan.adapters}"
+    )

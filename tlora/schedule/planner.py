@@ -1,9 +1,12 @@
 """The plan of one group: every way to lay it over so many GPUs, what each would give, which is
 best, and why the others are not.
 
-Pure: prices come from costs/plans.py, and the same question has the same answer. The plan is chosen
-for tokens per second among those that fit and that can be run; of those that are alike, those whose
-slowest job ends soonest, and of these the one that talks less and leaves jobs where they are.
+Pure: prices come from costs/plans.py, and the same question has the same answer. Of the plans that
+fit and can be run, the one that has all jobs done soonest is chosen; of those that are alike, the
+one that talks less and leaves jobs where they are.
+
+Tokens per second with all jobs running do not tell alone: a large job on one rank keeps that rank
+as busy as small ones keep theirs, and is done much later.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,10 +24,6 @@ from tlora.costs.plans import PlanPrice, price_plan
 ALIKE = 0.005
 """Plans that differ by less in tokens per second are alike: no profile is better than that."""
 
-ENDS_ALIKE = 0.1
-"""Likewise for when the last job ends, if all goes on as it is. Tokens alone do not tell: a large
-job on one rank keeps that rank as busy as small ones keep theirs, and is done much later."""
-
 WORTH_KEEPING = 0.01
 """Of a round, spent waiting for weights: above it, free memory is used to keep layers gathered."""
 
@@ -37,6 +36,9 @@ GIB = 2**30
 @dataclass(frozen=True, slots=True)
 class Candidate:
     price: PlanPrice
+    run_tokens_per_s: float
+    """Tokens of all jobs, over the seconds until the last is done: what plans are ordered by."""
+
     is_best: bool
     why: str
     """Why it was chosen, or what it loses."""
@@ -84,6 +86,7 @@ def _candidate_as_json(candidate: Candidate) -> dict[str, Any]:
         del figures[name]
     return figures | {
         "tokens_per_s": price.tokens_per_s,
+        "run_tokens_per_s": candidate.run_tokens_per_s,
         "communication_share": price.communication_share,
         "memory_bytes": price.memory.total,
         "fits": price.fits,
@@ -122,36 +125,47 @@ class Planner:
         on_paper: bool = False,
         bucket: int | None = None,
     ) -> PlanChoice:
-        """`on_paper` adds tensor and pipeline parallel plans, which are priced and never chosen.
-        `bucket` holds the size of nano-batches; otherwise every size is tried."""
+        """`on_paper` adds what is priced and never chosen: tensor and pipeline parallel plans, and
+        layers that stay gathered. `bucket` holds the size of nano-batches; otherwise every size
+        is tried."""
         found = [
             self._best_size(shape, bucket, gpus) for shape in self._shapes(world, on_paper=on_paper)
         ]
+        if on_paper:
+            found += [other for price in found if (other := self._keeping(price, gpus)) is not None]
         able = [price for price in found if price.fits and price.plan.is_executed]
         best = None
         if able:
-            most = max(price.tokens_per_s for price in able)
-            alike = [price for price in able if price.tokens_per_s >= most * (1 - ALIKE)]
-            soonest = min(map(self.last_end_s, alike))
-            alike = [
-                price for price in alike if self.last_end_s(price) <= soonest * (1 + ENDS_ALIKE)
-            ]
+            most = max(map(self.run_tokens_per_s, able))
+            alike = [price for price in able if self.run_tokens_per_s(price) >= most * (1 - ALIKE)]
             best = min(alike, key=_preference)
-        listed = sorted(found, key=lambda price: _rank_of(price, best))
         return PlanChoice(
             world,
             best,
             tuple(
-                Candidate(price, price is best, _why(price, best, world, found)) for price in listed
+                Candidate(
+                    price,
+                    self.run_tokens_per_s(price),
+                    price is best,
+                    self._why(price, best, world, found),
+                )
+                for price in sorted(found, key=lambda price: self._order(price, best))
             ),
         )
 
-    def last_end_s(self, price: PlanPrice) -> float:
-        """Of the slowest job, if all goes on as it is."""
-        return max(
-            request.total_steps / rate
-            for request, rate in zip(self.requests, price.steps_per_s, strict=True)
-        )
+    def run_tokens_per_s(self, price: PlanPrice) -> float:
+        return self._total_tokens / self.all_done_s(price)
+
+    def all_done_s(self, price: PlanPrice) -> float:
+        """If ranks stay as full as they are, jobs that are left behind moving up, but for a job
+        that takes longer by itself: it has a step in a round at most, and one that lives on a rank
+        no more tokens in it than that rank."""
+        ends_s = self._total_tokens / price.tokens_per_s
+        for request, rank in zip(self.requests, price.placement, strict=True):
+            room = price.plan.bucket * price.plan.pp * (price.plan.ranks if rank is None else 1)
+            rounds = max(1.0, request.load.batch_tokens / room)
+            ends_s = max(ends_s, request.total_steps * rounds * price.round_s)
+        return ends_s
 
     def sizes(self) -> list[int]:
         """Of nano-batches."""
@@ -167,13 +181,17 @@ class Planner:
         fitting = [price for price in prices if price.fits]
         if not fitting:
             return min(prices, key=least_memory)
-        best = max(fitting, key=lambda price: price.tokens_per_s)
-        kept = self._kept_layers(best)
+        return max(fitting, key=self.run_tokens_per_s)
+
+    def _keeping(self, price: PlanPrice, gpus: Sequence[int] | None) -> PlanPrice | None:
+        """The same with as many layers kept gathered as there is room for, if that is faster."""
+        kept = self._kept_layers(price) if price.fits else 0
         if not kept:
-            return best
-        other = self.price(replace(best.plan, kept_layers=kept), chosen)
-        gains = other.fits and other.tokens_per_s > best.tokens_per_s * (1 + ALIKE)
-        return other if gains else best
+            return None
+        chosen = None if gpus is None else gpus[: price.plan.gpus]
+        other = self.price(replace(price.plan, kept_layers=kept), chosen)
+        gains = other.fits and other.tokens_per_s > price.tokens_per_s * (1 + ALIKE)
+        return other if gains else None
 
     def _kept_layers(self, price: PlanPrice) -> int:
         """How many free memory holds, where weights are waited for."""
@@ -238,6 +256,49 @@ class Planner:
         if 0 < len(spread) < len(self.requests):
             yield "mixed", spread
 
+    def _order(self, price: PlanPrice, best: PlanPrice | None) -> tuple[bool, bool, float, float]:
+        speed = -self.run_tokens_per_s(price) if price.fits else 0.0
+        return price is not best, not price.fits, speed, least_memory(price)
+
+    def _why(
+        self, price: PlanPrice, best: PlanPrice | None, world: int, others: Sequence[PlanPrice]
+    ) -> str:
+        if not price.fits:
+            return memory_text(price)
+        if best is None:
+            return not_executed(price.plan)
+        if price is best:
+            return _strength(price, others)
+        said = f"{self.run_tokens_per_s(price) / self.run_tokens_per_s(best):.2f} of the best"
+        if not price.plan.is_executed:
+            return f"{said}; {not_executed(price.plan)}"
+        return f"{said}: {self._loss(price, best, world)}"
+
+    def _loss(self, price: PlanPrice, best: PlanPrice, world: int) -> str:
+        """Where its GPUs' time goes that the best plan's does not, by what weighs most."""
+        mine, theirs = self._spent(price, world), self._spent(best, world)
+        name = max(mine, key=lambda each: mine[each] - theirs[each])
+        if mine[name] - theirs[name] < ALIKE * sum(theirs.values()):
+            return "as fast; moves or holds more"
+        return _loss_text(name, price, best, world)
+
+    def _spent(self, price: PlanPrice, world: int) -> dict[str, float]:
+        """Seconds of a GPU for each token of the run, by what they go to."""
+        each = price.plan.gpus / price.tokens_per_s
+        spent = {
+            "unused": (world / price.plan.gpus - 1) * each,
+            "idle": price.idle_share * each,
+            "links": price.waiting_s / price.round_s * each,
+            "sums": price.sum_s / price.round_s * each,
+        }
+        spent["computing"] = world / price.plan.gpus * each - sum(spent.values())
+        spent["end"] = world / self.run_tokens_per_s(price) - sum(spent.values())
+        return spent
+
+    @cached_property
+    def _total_tokens(self) -> float:
+        return sum(request.total_tokens for request in self.requests)
+
     @cached_property
     def _work(self) -> dict[str, float]:
         return {each.name: self.costs.figures(each).least_s for each in self.requests}
@@ -257,7 +318,8 @@ def memory_text(price: PlanPrice) -> str:
     if memory.total is None or usable is None:
         return "takes memory that is not known"
     parts = [("base", memory.weights), ("gathered layers", memory.gathered)]
-    parts += [("adapters", memory.adapters), ("activations", memory.activations or 0.0)]
+    parts += [("adapters", memory.adapters), ("sums of gradients", memory.sums)]
+    parts += [("activations", memory.activations or 0.0)]
     listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts if size >= GIB / 20)
     return f"needs {memory.total / GIB:.1f} GiB of {usable / GIB:.1f} on a GPU ({listed})"
 
@@ -273,26 +335,9 @@ def _preference(price: PlanPrice) -> tuple[int, float, int, int]:
     return plan.fsdp, round(price.communication_share, 3), plan.gpus, ORDER.index(plan.adapters)
 
 
-def _rank_of(price: PlanPrice, best: PlanPrice | None) -> tuple[bool, bool, float, float]:
-    speed = -price.tokens_per_s if price.fits else 0.0
-    return price is not best, not price.fits, speed, least_memory(price)
-
-
-def _why(price: PlanPrice, best: PlanPrice | None, world: int, others: Sequence[PlanPrice]) -> str:
-    if not price.fits:
-        return memory_text(price)
-    if best is None:
-        return not_executed(price.plan)
-    if price is best:
-        return _strength(price, others)
-    said = f"{price.tokens_per_s / best.tokens_per_s:.2f} of the best"
-    if not price.plan.is_executed:
-        return f"{said}; {not_executed(price.plan)}"
-    return f"{said}: {_loss(price, best, world)}"
-
-
 def not_executed(plan: Plan) -> str:
     names = [name for name, count in (("tp", plan.tp), ("pp", plan.pp)) if count > 1]
+    names += ["kept_layers"] if plan.kept_layers else []
     return f"{' and '.join(names)}: priced, not executed yet"
 
 
@@ -307,12 +352,7 @@ def _strength(best: PlanPrice, others: Sequence[PlanPrice]) -> str:
     return "the fastest" if len(others) > 1 else "the only one"
 
 
-def _loss(price: PlanPrice, best: PlanPrice, world: int) -> str:
-    """Where its GPUs' time goes that the best plan's does not, by what weighs most."""
-    mine, theirs = _spent(price, world), _spent(best, world)
-    name = max(mine, key=lambda each: mine[each] - theirs[each])
-    if mine[name] - theirs[name] < ALIKE * sum(theirs.values()):
-        return "as fast; its last job ends later, or it moves or holds more"
+def _loss_text(name: str, price: PlanPrice, best: PlanPrice, world: int) -> str:
     plan = price.plan
     match name:
         case "unused":
@@ -325,21 +365,11 @@ def _loss(price: PlanPrice, best: PlanPrice, world: int) -> str:
             return f"waits for links {price.waiting_s / price.round_s:.0%} of the time"
         case "sums":
             return f"sums adapters' gradients {price.sum_s / price.round_s:.0%} of the time"
+        case "end":
+            return "its largest job is done long after the others"
         case _ if plan.bucket < best.plan.bucket:
             return f"its nano-batches are smaller, of {plan.bucket} tokens"
         case _ if plan.adapters != "rank_local" and best.plan.adapters == "rank_local":
             return "every rank steps every job that spans it"
         case _:
             return "its nano-batches are less full"
-
-
-def _spent(price: PlanPrice, world: int) -> dict[str, float]:
-    """Seconds of a GPU for each token, by what they go to."""
-    each = price.plan.gpus * price.round_s / sum(price.tokens)
-    spent = {
-        "unused": (world / price.plan.gpus - 1) * each,
-        "idle": price.idle_share * each,
-        "links": price.waiting_s / price.round_s * each,
-        "sums": price.sum_s / price.round_s * each,
-    }
-    return spent | {"computing": world / price.plan.gpus * each - sum(spent.values())}
