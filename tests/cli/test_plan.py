@@ -51,3 +51,55 @@ def test_what_cannot_be_planned_is_bad_input(tlora_command, capsys) -> None:
     ):
         assert tlora_command("plan", "jobs.yaml", *args) == 2
         assert message in capsys.readouterr().err
+
+
+def test_several_gpus_show_how_a_group_could_be_laid_out(tlora_command, capsys) -> None:
+    """All jobs as one group: each candidate with its figures and why it lost; the best one is
+    written as a plan file."""
+    from tlora.config import load_plan
+
+    args = ("plan", "jobs.yaml", "--gpus", "2", "--json", "two.json", "--output", "plan.yaml")
+    assert tlora_command(*args) == 0
+    out = capsys.readouterr().out
+    assert "All jobs as one group, in lock-step:" in out
+    assert "communication" in out
+    assert "of the best:" in out
+    assert "Best on 2 GPUs:" in out
+    choice = json.loads(Path("two.json").read_text())["one_group"]
+    best = load_plan(choice["best"])
+    assert load_plan("plan.yaml") == best
+    assert {each["plan"]["fsdp"] for each in choice["candidates"]} == {1, 2}
+    assert sum(each["is_best"] for each in choice["candidates"]) == 1
+
+
+def test_one_gpu_shows_groups_alone(tlora_command, capsys) -> None:
+    """There is nothing to lay out, and no plan to write."""
+    assert tlora_command("plan", "jobs.yaml", "--gpus", "1") == 0
+    assert "lock-step" not in capsys.readouterr().out
+    assert tlora_command("plan", "jobs.yaml", "--gpus", "1", "--output", "p.yaml") == 2
+    assert "one needs no plan" in capsys.readouterr().err
+
+
+def test_a_shape_is_planned_on_paper(tlora_command, capsys) -> None:
+    """Without a job file; what is assumed is said."""
+    args = ("plan", "--shape", "llama-70b", "--gpus", "8", "--json", "paper.json")
+    assert tlora_command(*args) == 0
+    out = capsys.readouterr().out
+    assert "extrapolated from llama-8b" in out
+    assert "links assumed" in out
+    assert "not executed yet" in out
+    assert json.loads(Path("paper.json").read_text())["best"]["fsdp"] > 1
+
+
+def test_a_file_or_a_shape_is_needed(tlora_command, capsys) -> None:
+    """Not both, not neither, no shape that is not known, no plan where nothing fits."""
+    for args, message in (
+        (("--gpus", "2"), "name a job file, or a --shape"),
+        (("jobs.yaml", "--shape", "llama-8b", "--gpus", "2"), "name a job file, or a --shape"),
+        (("jobs.yaml", "--jobs", "3", "--gpus", "2"), "--jobs: is for --shape"),
+        (("--shape", "llama-9b", "--gpus", "2"), "none of llama-1b"),
+        (("--shape", "llama-70b", "--gpus", "1", "--output", "p.yaml"), "Nothing fits on 1 GPU"),
+        (("--shape", "llama-8b", "--gpus", "1", "--output", "no/p.yaml"), "no directory"),
+    ):
+        assert tlora_command("plan", *args) == 2
+        assert message in capsys.readouterr().err

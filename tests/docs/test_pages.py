@@ -29,6 +29,8 @@ NOT_RUN = Counter(
         ("docs/tutorial.md", "needs SGLang"): 1,
         ("docs/benchmarks.md", "takes minutes"): 1,
         ("docs/profiles.md", "takes minutes"): 1,
+        ("docs/plans.md", "takes a minute"): 1,
+        ("docs/plans.md", "takes minutes"): 1,
         ("docs/simulation.md", "needs a large trace"): 1,
         ("docs/migrating.md", "an Axolotl file"): 1,
         ("docs/migrating.md", "a LLaMA-Factory file"): 1,

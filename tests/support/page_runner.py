@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from support.pages import Block, PageError, check_output
-from tlora.config import load_spec, load_sweep
+from tlora.config import load_plan, load_spec, load_sweep
 from tlora.config.fields import JOB
 from tlora.config.reading import parse_yaml
 from tlora.config.values import is_tree
@@ -139,10 +139,14 @@ def run_block(block: Block, folder: Path, shell: Shell) -> str:
 
 
 def load_block(block: Block, folder: Path) -> None:
-    """A job or sweep file, or some lines of one; the reader saves one that begins with its name."""
+    """A job or sweep file, or some lines of one; the reader saves one that begins with its name. A
+    plan file has a bucket."""
     tree = parse_yaml(block.text, block.place)
     if not is_tree(tree):
         raise PageError(f"{block.place}: not a mapping")
+    if "bucket" in tree:
+        load_plan(tree)
+        return
     if "search" in tree:
         tree = {
             "base": "demo",

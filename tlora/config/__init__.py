@@ -2,14 +2,17 @@
 
 from tlora.config.dumping import changed_fields, dump_spec, resolved
 from tlora.config.loading import load_spec
+from tlora.config.plans import dump_plan, load_plan
 from tlora.config.schema import json_schema
 from tlora.config.sweep_schema import sweep_schema
 from tlora.config.sweeps import load_sweep
 
 __all__ = [
     "changed_fields",
+    "dump_plan",
     "dump_spec",
     "json_schema",
+    "load_plan",
     "load_spec",
     "load_sweep",
     "resolved",

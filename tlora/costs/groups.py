@@ -153,7 +153,9 @@ class BaseCosts:
         }
         """Of a full nano-batch, whatever is in it."""
 
-        self._usable_bytes = usable_bytes
+        self.usable_bytes = usable_bytes
+        """Of a GPU, with the margin; None where nobody says."""
+
         at_nothing = profile.memory.bytes(rows=0.0, adapter_parameters=0.0)
         self._knows_memory = at_nothing is not None
         self._constant_bytes = at_nothing or 0.0
@@ -236,7 +238,7 @@ class BaseCosts:
             rows = self.rows(float(longest), bucket)
         found = self._constant_bytes + self._row_bytes * rows
         found += BYTES_PER_ADAPTER_PARAMETER * parameters
-        return found, self._usable_bytes is None or found <= self._usable_bytes
+        return found, self.usable_bytes is None or found <= self.usable_bytes
 
 
 class Span(NamedTuple):
@@ -329,8 +331,12 @@ class Costs:
         speed: float = 1.0,
     ) -> GroupPrediction:
         """`tier` is how far apart the plan's GPUs lie, `speed` that of the slowest of them."""
-        if not plan.is_replicated_only:
-            raise SpecError(f"only replicas are priced, not {plan}", field="plan")
+        if not plan.is_replicated_only or (plan.replicas > 1 and plan.adapters != "data_parallel"):
+            raise SpecError(
+                f"policies know replicas with data-parallel adapters, not {plan}: "
+                "costs.plans.price_plan prices it",
+                field="plan",
+            )
         base = self.base(requests[0].base)
         figures = [self.figures(request) for request in requests]
         shares = shared_tokens(

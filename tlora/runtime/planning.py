@@ -19,6 +19,7 @@ from tlora.core.records import as_json
 from tlora.core.request import JobRequest
 from tlora.core.state import GroupState, State
 from tlora.costs.groups import Costs, Kernel
+from tlora.costs.layout import BaseLayout
 from tlora.costs.profile import Profile, read_profile, shipped_profiles
 from tlora.model.loading import load_shape, resolve_device
 from tlora.model.targets import find_targets
@@ -28,9 +29,11 @@ from tlora.runtime.benchmark.shapes import Shape, look_at
 from tlora.runtime.budget import default_budget
 from tlora.runtime.checking import check_targets, context_length, prepare_jobs
 from tlora.runtime.environment import quieten_libraries
+from tlora.runtime.layouts import layout_of
 from tlora.runtime.requests import requests_of, widths
 from tlora.schedule import POLICIES, Settings, make_policy
 from tlora.schedule.fairness import fair_gpus
+from tlora.schedule.planner import PlanChoice, Planner, choice_as_json
 
 DEMO_NAMES = ("demo", str(DEMO / "base"))
 
@@ -69,6 +72,13 @@ class PlannedGroup:
     worth: float
     """GPUs that the same work would take with every job alone."""
 
+    inside: PlanChoice | None = None
+    """How it could be laid over its GPUs; None for one GPU."""
+
+    def as_json(self) -> dict[str, Any]:
+        plain = as_json(replace(self, inside=None))
+        return plain | {"inside": None if self.inside is None else choice_as_json(self.inside)}
+
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
@@ -79,6 +89,8 @@ class RunPlan:
     jobs: tuple[PlannedJob, ...]
     decisions: tuple[Decision, ...]
     refused: tuple[str, ...]
+    one_group: PlanChoice | None = None
+    """All jobs as one group on all GPUs, in lock-step; None for one GPU."""
 
     @property
     def waiting(self) -> tuple[str, ...]:
@@ -97,11 +109,12 @@ class RunPlan:
                 "shape": self.profile.profile.shape,
                 "source": self.profile.source,
             },
-            "groups": [as_json(group) for group in self.groups],
+            "groups": [group.as_json() for group in self.groups],
             "jobs": [as_json(job) for job in self.jobs],
             "decisions": [as_json(each) | {"sentence": str(each)} for each in self.decisions],
             "waiting": list(self.waiting),
             "refused": list(self.refused),
+            "one_group": None if self.one_group is None else choice_as_json(self.one_group),
         }
 
 
@@ -117,7 +130,8 @@ def plan_run(
     chosen = choose_profile(spec, profile, resolve_device(spec.engine.device))
     data = prepare_jobs(spec, limit=context_length(shape.config))
     requests = requests_of(spec, data, targets, base=spec.base.model)
-    return plan_requests(requests, uniform_cluster(gpus), chosen, policy=policy)
+    layout = layout_of(shape, name=chosen.profile.shape, itemsize=_itemsize(chosen.profile))
+    return plan_requests(requests, uniform_cluster(gpus), chosen, policy=policy, layout=layout)
 
 
 def plan_requests(
@@ -127,8 +141,10 @@ def plan_requests(
     *,
     policy: str,
     settings: Settings | None = None,
+    layout: BaseLayout | None = None,
 ) -> RunPlan:
-    """What the policy decides with all of them there at once and nothing running."""
+    """What the policy decides with all of them there at once and nothing running, and how each of
+    its groups, or all jobs as one group, could be laid over their GPUs."""
     costs = new_costs(chosen.profile, requests, cluster, kernel=POLICIES[policy].kernel)
     state = State(cluster)
     arrivals = [Arrival(0.0, request) for request in requests]
@@ -139,7 +155,7 @@ def plan_requests(
         state.apply(decision)
     state.check()
     rates: dict[str, float] = {}
-    groups = [_planned_group(group, state, costs, rates) for group in state.groups.values()]
+    groups = [_planned_group(group, state, costs, rates, layout) for group in state.groups.values()]
     fair = fair_gpus(state)
     return RunPlan(
         policy=policy,
@@ -149,6 +165,9 @@ def plan_requests(
         jobs=tuple(_planned_job(each, state, costs, rates, fair) for each in requests),
         decisions=tuple(decisions),
         refused=tuple(name for name, how in state.outcomes.items() if how == "refused"),
+        one_group=Planner(costs, requests, layout=layout).choose(len(cluster))
+        if len(cluster) > 1
+        else None,
     )
 
 
@@ -189,6 +208,10 @@ def choose_profile(spec: RunSpec, asked: str | None, device: torch.device) -> Ch
     )
 
 
+def _itemsize(profile: Profile) -> int:
+    return getattr(torch, profile.dtype).itemsize
+
+
 def _check_fits(profile: Profile, shape: Shape, asked: str) -> None:
     if profile.parameters_per_rank != widths(shape.targets):
         raise SpecError(
@@ -209,13 +232,21 @@ def _sized(profile: Profile, spec: RunSpec) -> Profile:
 
 
 def _planned_group(
-    group: GroupState, state: State, costs: Costs, rates: dict[str, float]
+    group: GroupState,
+    state: State,
+    costs: Costs,
+    rates: dict[str, float],
+    layout: BaseLayout | None,
 ) -> PlannedGroup:
     requests = [state.jobs[name].request for name in group.jobs]
     found = costs.predict(
         requests, list(group.jobs.values()), group.plan, state.cluster.tier(group.gpus)
     )
     rates.update(zip(group.jobs, found.steps_per_s, strict=True))
+    inside = None
+    if len(group.gpus) > 1:
+        planner = Planner(costs, requests, layout=layout, weights=list(group.jobs.values()))
+        inside = planner.choose(len(group.gpus), gpus=group.gpus)
     return PlannedGroup(
         name=group.name,
         gpus=group.gpus,
@@ -224,6 +255,7 @@ def _planned_group(
         tokens_per_s=found.tokens_per_s,
         memory_bytes=found.memory_bytes,
         worth=found.worth,
+        inside=inside,
     )
 
 
