@@ -111,3 +111,12 @@ def test_output_may_not_differ_otherwise(text: str) -> None:
     """Another number, a line left out without a word, half a line."""
     with pytest.raises(PageError):
         check_output(shown(text), OUTPUT)
+
+
+def test_progress_by_the_clock_may_come_anywhere() -> None:
+    """A slow machine tells it between any two lines; a page that shows some must have it."""
+    late = OUTPUT.replace("b: 40", "[    5 s] 3,824 tokens/s | a 14/60\nb: 40")
+    check_output(shown(OUTPUT), late)
+    check_output(shown("[    9 s] 1 tokens/s | a 14/60\nb: 40 steps\n"), late)
+    with pytest.raises(PageError):
+        check_output(shown("[    9 s] 1 tokens/s | a 14/60\nb: 40 steps\n"), OUTPUT)
