@@ -7,7 +7,7 @@ recorded events, progress and decisions, so a replay has the same state at every
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tlora.core.cluster import Cluster
 from tlora.core.decision import Decision, Join, Move, Pause, Refuse, Resize, Start
@@ -57,6 +57,9 @@ class JobState:
     moves: int = 0
     """How often it was taken out of a group by a decision: moves and pauses."""
 
+    number: int = 0
+    """How many arrived before it."""
+
     @property
     def name(self) -> str:
         return self.request.name
@@ -78,6 +81,18 @@ class GroupState:
     since_s: float
     changed_s: float
     """When a decision last changed its jobs, GPUs or plan."""
+
+    changes: int = 0
+    """Of its jobs: how often one came or went."""
+
+
+class Dues(NamedTuple):
+    """The fair GPUs of some jobs, and what they depend on."""
+
+    jobs: list[JobState]
+    up_gpus: int
+    shares: dict[str, float]
+    gpus: dict[str, float]
 
 
 @dataclass(slots=True)
@@ -112,6 +127,16 @@ class State:
     next_group: int = 0
     """A policy names new groups g<next_group> and above; numbers are not used twice."""
 
+    arrived: int = 0
+    revision: int = 0
+    """Counts events and decisions. While it is the same, only time and progress have changed, and
+    what was worked out from anything else still holds."""
+
+    kept_dues: Dues | None = field(default=None, repr=False, compare=False)
+    """What fairness.py worked out last; of no meaning to others."""
+
+    _runnable: tuple[int, list[JobState]] | None = field(default=None, repr=False, compare=False)
+
     def __post_init__(self) -> None:
         if not self.groups:
             self.free = set(range(len(self.cluster))) - self.down
@@ -121,7 +146,14 @@ class State:
         return len(self.cluster) - len(self.down)
 
     def runnable(self) -> list[JobState]:
-        """Those that count, in order of arrival: all that run, and waiting ones up to the limit."""
+        """Those that count, in order of arrival: all that run, and waiting ones up to the limit.
+        Not to be changed: it is kept while nothing happens."""
+        kept = self._runnable
+        if kept is None or kept[0] != self.revision:
+            kept = self._runnable = (self.revision, self._find_runnable())
+        return kept[1]
+
+    def _find_runnable(self) -> list[JobState]:
         if self.max_runnable is None or len(self.jobs) <= self.max_runnable:
             return list(self.jobs.values())
         running = sum(len(group.jobs) for group in self.groups.values())
@@ -150,32 +182,40 @@ class State:
         since. Jobs that are not runnable are due nothing, and are not touched."""
         seconds = now - self.now
         assert seconds >= 0, f"time went back from {self.now} to {now}"
+        here = self.jobs
         for name, steps in progress.items():
-            if name in self.jobs:
-                self.jobs[name].steps_done = steps
+            if name in here:
+                here[name].steps_done = steps
         if seconds:
+            jobs, due, served = self.jobs, self.due, self.served
             for name, gpus in fair_gpus.items():
-                job = self.jobs[name]
-                job.fair_s += seconds * gpus / job.request.gpus
-                tenant = job.request.tenant
-                self.due[tenant] = self.due.get(tenant, 0.0) + seconds * gpus
+                job = jobs[name]
+                request = job.request
+                gained = seconds * gpus
+                job.fair_s += gained / request.gpus
+                tenant = request.tenant
+                due[tenant] = due.get(tenant, 0.0) + gained
                 if job.group is None:
                     job.waited_s += now - job.counted_s
                     job.counted_s = now
             for group in self.groups.values():
+                held = seconds * len(group.gpus)
                 weights = sum(group.jobs.values())
                 for name, weight in group.jobs.items():
-                    tenant = self.jobs[name].request.tenant
-                    held = seconds * len(group.gpus) * weight / weights
-                    self.served[tenant] = self.served.get(tenant, 0.0) + held
+                    tenant = jobs[name].request.tenant
+                    served[tenant] = served.get(tenant, 0.0) + held * weight / weights
         self.now = now
 
     def happen(self, event: Event) -> None:
+        self.revision += 1
         match event:
             case Arrival(request=request):
                 known = request.name in self.jobs or request.name in self.outcomes
                 assert not known, f"job '{request.name}' arrived twice"
-                self.jobs[request.name] = JobState(request, since_s=self.now, counted_s=self.now)
+                self.jobs[request.name] = JobState(
+                    request, since_s=self.now, counted_s=self.now, number=self.arrived
+                )
+                self.arrived += 1
             case Completion(job=name):
                 self._end(name, "completed")
             case EarlyExit(job=name):
@@ -199,11 +239,13 @@ class State:
                 if speed == 1:
                     del self.speed[gpu]
             case SlowdownBreach() | Tick():
-                pass
+                # Nothing here changes by them.
+                self.revision -= 1
 
     def apply(self, decision: Decision) -> None:
         """Raises AssertionError for what no policy may decide: a GPU booked twice, a job in two
         groups, a base that differs."""
+        self.revision += 1
         match decision:
             case Start():
                 assert decision.group not in self.groups, f"{decision.group} is there already"
@@ -275,6 +317,7 @@ class State:
         job.group, job.since_s, job.counted_s = group_name, self.now, self.now
         group.jobs[name] = weight
         group.changed_s = self.now
+        group.changes += 1
 
     def _take_out(self, job: JobState) -> None:
         if job.group is None:
@@ -283,6 +326,7 @@ class State:
         del group.jobs[job.name]
         job.group, job.since_s, job.counted_s = None, self.now, self.now
         group.changed_s = self.now
+        group.changes += 1
         if not group.jobs:
             self.free |= set(group.gpus) - self.down
             del self.groups[group.name]

@@ -57,7 +57,7 @@ class Tlora(Policy):
         if not state.up_gpus or _concerns_nobody(events, jobs):
             return []
         refused = self._refused(state, jobs)
-        pieces = self.pieces.of(state, jobs)
+        pieces = self.pieces.of(state)
         for decision in refused:
             del pieces[decision.job]
         if not pieces:

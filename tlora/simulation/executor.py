@@ -147,7 +147,8 @@ class SimulatedExecutor:
     def progress(self) -> dict[str, float]:
         for group in self._groups.values():
             self._catch_up(group)
-        return {job: self._steps[job] for job in [*self._group_of, *self._lost]}
+        steps = self._steps
+        return {job: steps[job] for job in [*self._group_of, *self._lost]}
 
     def apply(self, decision: Decision) -> None:
         now = self.clock.now()
@@ -257,12 +258,15 @@ class SimulatedExecutor:
 
     def _catch_up(self, group: _Group) -> None:
         """Brings the steps of its jobs up to now."""
-        now = self.clock.now()
-        seconds = now - max(group.since, group.stalled_until)
+        now, since = self.clock.now(), group.since
+        if group.stalled_until > since:
+            since = group.stalled_until
+        seconds = now - since
         if seconds > 0:
+            steps, jobs = self._steps, group.jobs
             for job, rate in group.rates.items():
-                if job in group.jobs:
-                    self._steps[job] += rate * seconds
+                if job in jobs:
+                    steps[job] += rate * seconds
         group.since = now
 
     def _changed(self, name: str) -> None:
