@@ -23,6 +23,7 @@ from tlora.core.event import (
     Straggler,
     Tick,
 )
+from tlora.core.line import Line
 from tlora.core.plan import Plan
 from tlora.core.request import JobRequest
 
@@ -103,7 +104,11 @@ class State:
     matter, all jobs are due alike."""
 
     max_runnable: int | None = None
-    """Jobs beyond so many, in order of arrival, are not looked at until others end."""
+    """Jobs beyond so many are not looked at until others end: those that wait come in in order of
+    arrival, or as `line` has them."""
+
+    line: Line | None = None
+    """Of all that wait, where the longest relative wait comes first (`overtake`)."""
 
     now: float = 0.0
     jobs: dict[str, JobState] = field(default_factory=dict[str, JobState])
@@ -135,6 +140,7 @@ class State:
     kept_dues: Dues | None = field(default=None, repr=False, compare=False)
     """What fairness.py worked out last; of no meaning to others."""
 
+    _outside: list[str] = field(default_factory=list[str], repr=False, compare=False)
     _runnable: tuple[int, list[JobState]] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -153,11 +159,42 @@ class State:
             kept = self._runnable = (self.revision, self._find_runnable())
         return kept[1]
 
+    def outside(self) -> list[JobState]:
+        """Of those that are beyond the limit, some that should come in next, first ones first;
+        nobody without a line."""
+        self.runnable()
+        return [self.jobs[name] for name in self._outside]
+
+    def overtake(self) -> None:
+        """From now on jobs come in by their relative waits, where there is a limit."""
+        if self.max_runnable is not None and self.line is None:
+            self.line = Line()
+            for job in self.jobs.values():
+                if job.group is None:
+                    self._queue(job)
+            self.revision += 1
+
+    def _queue(self, job: JobState) -> None:
+        if self.line is not None:
+            request = job.request
+            tokens = max(1.0, job.remaining_steps) * request.load.batch_tokens
+            self.line.add(
+                request.name,
+                began=job.counted_s - job.waited_s,
+                number=job.number,
+                size=tokens / request.gpus,
+            )
+
     def _find_runnable(self) -> list[JobState]:
+        self._outside = []
         if self.max_runnable is None or len(self.jobs) <= self.max_runnable:
             return list(self.jobs.values())
         running = sum(len(group.jobs) for group in self.groups.values())
         room = self.max_runnable - running
+        if self.line is not None:
+            inside, self._outside = self.line.split(room, self.now)
+            names = [name for group in self.groups.values() for name in group.jobs]
+            return sorted([self.jobs[name] for name in [*names, *inside]], key=_number)
         kept: list[JobState] = []
         for job in self.jobs.values():
             if job.group is not None:
@@ -192,12 +229,16 @@ class State:
                 job = jobs[name]
                 request = job.request
                 gained = seconds * gpus
-                job.fair_s += gained / request.gpus
+                if job.group is None:
+                    # With what it waited beyond the limit, at what it is due now.
+                    waited = now - job.counted_s
+                    job.fair_s += waited * gpus / request.gpus
+                    job.waited_s += waited
+                    job.counted_s = now
+                else:
+                    job.fair_s += gained / request.gpus
                 tenant = request.tenant
                 due[tenant] = due.get(tenant, 0.0) + gained
-                if job.group is None:
-                    job.waited_s += now - job.counted_s
-                    job.counted_s = now
             for group in self.groups.values():
                 held = seconds * len(group.gpus)
                 weights = sum(group.jobs.values())
@@ -216,6 +257,7 @@ class State:
                     request, since_s=self.now, counted_s=self.now, number=self.arrived
                 )
                 self.arrived += 1
+                self._queue(self.jobs[request.name])
             case Completion(job=name):
                 self._end(name, "completed")
             case EarlyExit(job=name):
@@ -313,6 +355,8 @@ class State:
         assert job.group is None, f"{name} is in {job.group} already"
         assert job.request.base == group.base, f"{name} has another base than {group_name}"
         assert weight > 0, f"{name} has no weight"
+        if self.line is not None:
+            self.line.remove(name)
         job.waited_s += self.now - job.counted_s
         job.group, job.since_s, job.counted_s = group_name, self.now, self.now
         group.jobs[name] = weight
@@ -325,6 +369,7 @@ class State:
         group = self.groups[job.group]
         del group.jobs[job.name]
         job.group, job.since_s, job.counted_s = None, self.now, self.now
+        self._queue(job)
         group.changed_s = self.now
         group.changes += 1
         if not group.jobs:
@@ -334,7 +379,13 @@ class State:
     def _end(self, name: str, outcome: Outcome) -> None:
         job = self.jobs[name]
         self._take_out(job)
+        if self.line is not None:
+            self.line.remove(name)
         job.waited_s += self.now - job.counted_s
         job.counted_s = self.now
         del self.jobs[name]
         self.outcomes[name] = outcome
+
+
+def _number(job: JobState) -> int:
+    return job.number

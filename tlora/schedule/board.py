@@ -94,6 +94,9 @@ class Board:
         self.why: dict[str, Reasons] = {}
         """Job -> why it was placed where it is."""
 
+        self.barred: set[str] = set()
+        """Jobs without a group that may have none in this turn: the limit forbids."""
+
         self.touched: set[str] = set()
         self._next = state.next_group
         self._by_base: dict[str, list[tuple[float, str]]] = {}
@@ -198,6 +201,15 @@ class Board:
         self.free, self.place, self.why = memory.free, memory.place, memory.why
         self.touched, self._next = memory.touched, memory.next_group
         self._by_base, self._wide, self._keys = memory.by_base, memory.wide, memory.keys
+
+    def waiting(self) -> list[Piece]:
+        """Jobs without a group that may have one, in order of arrival."""
+        place, barred = self.place, self.barred
+        return [
+            piece
+            for name, piece in self.pieces.items()
+            if place[name] is None and name not in barred
+        ]
 
     @property
     def running(self) -> int:

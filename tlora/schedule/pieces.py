@@ -5,7 +5,7 @@ What was asked of a piece or a load is kept with it, from turn to turn, for as l
 changes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -310,6 +310,15 @@ class Pieces:
             self._bring_up_to_date(state)
             self._seen = (state, state.revision)
         return dict(self._kept)
+
+    def of_outside(self, state: State, jobs: Iterable[JobState]) -> dict[str, Piece]:
+        """Of jobs beyond the limit: due what the best served of as many GPUs are."""
+        most = max(fair_gpus(state).values())
+        result: dict[str, Piece] = {}
+        for job in jobs:
+            piece = result[job.name] = new_piece(job, self.costs, self._credit)
+            piece.owe(min(float(piece.gpus), most))
+        return result
 
     def _bring_up_to_date(self, state: State) -> None:
         fair = fair_gpus(state)
