@@ -9,6 +9,7 @@ is timed (processor time). `all at once` is the first decision, in which nobody 
 import argparse
 import json
 import math
+import os
 import random
 import sys
 import time
@@ -143,6 +144,9 @@ def main() -> None:
         )
     line = {"v": 1, "kind": "decision_time", "command": " ".join(sys.argv), "rows": rows}
     line["unix_s"] = round(time.time())
+    # Others on the machine make processor time longer too: caches and clocks are shared.
+    line["load_average"] = round(os.getloadavg()[0], 1)
+    line["cores"] = os.cpu_count()
     if options.json:
         with Path(options.json).open("a", encoding="utf-8") as out:
             out.write(json.dumps(line) + "\n")

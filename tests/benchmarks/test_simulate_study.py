@@ -24,7 +24,7 @@ def test_a_study_goes_on_from_where_it_was(monkeypatch, tmp_path, capsys) -> Non
     monkeypatch.setenv("TLORA_TEST_DATA", str(tmp_path))
     output = tmp_path / "lines.jsonl"
     options = ["--output", str(output), "--jobs", "12", "--seeds", "1", "--workers", "1"]
-    options += ["--profile", "assumed-8b"]
+    options += ["--profile", "h200-llama-8b"]
     script.main([*options, "--policies", "solo", "--default-only"])
     first = output.read_text()
     assert len(first.splitlines()) == 2

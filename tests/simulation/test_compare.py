@@ -47,7 +47,7 @@ def test_the_json_has_the_keys_that_others_read(comparison) -> None:
     found = json.loads(json.dumps(comparison.as_json(), allow_nan=False))
     top = {"v": 1, "kind": "simulate", "trace": "made<up>", "gpus": 8, "seeds": 2}
     assert found.items() >= top.items() and found["load"] == pytest.approx(1.0)
-    assert found["predictor_error"] == 0 and found["profile"] == "assumed-8b"
+    assert found["predictor_error"] == 0 and found["profile"] == "h200-llama-8b"
     assert [each["seed"] for each in found["per_seed"]] == [0, 1]
     for policies in (found["policies"], *(each["policies"] for each in found["per_seed"])):
         assert set(policies) == {"tlora", "solo"}
@@ -144,10 +144,10 @@ def test_a_wrong_setting_names_the_option(wrong, message) -> None:
 
 def test_a_profile_is_found_by_name_or_file(tmp_path) -> None:
     """And where it is neither, that is said."""
-    name, profile = choose_profile("assumed-8b")
-    assert name == "assumed-8b" and profile.points == ()
-    assert choose_profile(None)[0] in ("assumed-8b", "h200-llama-8b")
-    with pytest.raises(SpecError, match="--profile: 'h300' is neither a file nor one of assumed"):
+    name, profile = choose_profile("h200-llama-1b")
+    assert name == "h200-llama-1b" and profile.points
+    assert choose_profile(None) == choose_profile("h200-llama-8b")
+    with pytest.raises(SpecError, match="--profile: 'h300' is neither a file nor one of h200"):
         choose_profile("h300")
 
 

@@ -56,11 +56,12 @@ class Run:
         gpus: int = 2,
         per_node: int = 8,
         error: float = 0.0,
+        max_runnable: int | None = None,
         **world: object,
     ) -> None:
         self.cluster = uniform_cluster(gpus, per_node=per_node)
         kernel = POLICIES[policy].kernel
-        self.state = State(self.cluster)
+        self.state = State(self.cluster, max_runnable=max_runnable)
         self.store: MemoryStore[Turn] = MemoryStore()
         clock = ManualClock()
         self.executor = SimulatedExecutor(

@@ -51,6 +51,8 @@ class Loop:
         self.clock = clock
         self.tick_s = tick_s
         self.turns = 0
+        if policy.overtakes:
+            state.overtake()
         self._fair = fair_gpus(state)
 
     def run(self) -> None:

@@ -7,7 +7,7 @@ recorded events, progress and decisions, so a replay has the same state at every
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tlora.core.cluster import Cluster
 from tlora.core.decision import Decision, Join, Move, Pause, Refuse, Resize, Start
@@ -23,6 +23,7 @@ from tlora.core.event import (
     Straggler,
     Tick,
 )
+from tlora.core.line import Line
 from tlora.core.plan import Plan
 from tlora.core.request import JobRequest
 
@@ -57,6 +58,9 @@ class JobState:
     moves: int = 0
     """How often it was taken out of a group by a decision: moves and pauses."""
 
+    number: int = 0
+    """How many arrived before it."""
+
     @property
     def name(self) -> str:
         return self.request.name
@@ -79,6 +83,18 @@ class GroupState:
     changed_s: float
     """When a decision last changed its jobs, GPUs or plan."""
 
+    changes: int = 0
+    """Of its jobs: how often one came or went."""
+
+
+class Dues(NamedTuple):
+    """The fair GPUs of some jobs, and what they depend on."""
+
+    jobs: list[JobState]
+    up_gpus: int
+    shares: dict[str, float]
+    gpus: dict[str, float]
+
 
 @dataclass(slots=True)
 class State:
@@ -88,7 +104,11 @@ class State:
     matter, all jobs are due alike."""
 
     max_runnable: int | None = None
-    """Jobs beyond so many, in order of arrival, are not looked at until others end."""
+    """Jobs beyond so many are not looked at until others end: those that wait come in in order of
+    arrival, or as `line` has them."""
+
+    line: Line | None = None
+    """Of all that wait, where the longest relative wait comes first (`overtake`)."""
 
     now: float = 0.0
     jobs: dict[str, JobState] = field(default_factory=dict[str, JobState])
@@ -112,6 +132,17 @@ class State:
     next_group: int = 0
     """A policy names new groups g<next_group> and above; numbers are not used twice."""
 
+    arrived: int = 0
+    revision: int = 0
+    """Counts events and decisions. While it is the same, only time and progress have changed, and
+    what was worked out from anything else still holds."""
+
+    kept_dues: Dues | None = field(default=None, repr=False, compare=False)
+    """What fairness.py worked out last; of no meaning to others."""
+
+    _outside: list[str] = field(default_factory=list[str], repr=False, compare=False)
+    _runnable: tuple[int, list[JobState]] | None = field(default=None, repr=False, compare=False)
+
     def __post_init__(self) -> None:
         if not self.groups:
             self.free = set(range(len(self.cluster))) - self.down
@@ -121,11 +152,49 @@ class State:
         return len(self.cluster) - len(self.down)
 
     def runnable(self) -> list[JobState]:
-        """Those that count, in order of arrival: all that run, and waiting ones up to the limit."""
+        """Those that count, in order of arrival: all that run, and waiting ones up to the limit.
+        Not to be changed: it is kept while nothing happens."""
+        kept = self._runnable
+        if kept is None or kept[0] != self.revision:
+            kept = self._runnable = (self.revision, self._find_runnable())
+        return kept[1]
+
+    def outside(self) -> list[JobState]:
+        """Of those that are beyond the limit, some that should come in next, first ones first;
+        nobody without a line."""
+        self.runnable()
+        return [self.jobs[name] for name in self._outside]
+
+    def overtake(self) -> None:
+        """From now on jobs come in by their relative waits, where there is a limit."""
+        if self.max_runnable is not None and self.line is None:
+            self.line = Line()
+            for job in self.jobs.values():
+                if job.group is None:
+                    self._queue(job)
+            self.revision += 1
+
+    def _queue(self, job: JobState) -> None:
+        if self.line is not None:
+            request = job.request
+            tokens = max(1.0, job.remaining_steps) * request.load.batch_tokens
+            self.line.add(
+                request.name,
+                began=job.counted_s - job.waited_s,
+                number=job.number,
+                size=tokens / request.gpus,
+            )
+
+    def _find_runnable(self) -> list[JobState]:
+        self._outside = []
         if self.max_runnable is None or len(self.jobs) <= self.max_runnable:
             return list(self.jobs.values())
         running = sum(len(group.jobs) for group in self.groups.values())
         room = self.max_runnable - running
+        if self.line is not None:
+            inside, self._outside = self.line.split(room, self.now)
+            names = [name for group in self.groups.values() for name in group.jobs]
+            return sorted([self.jobs[name] for name in [*names, *inside]], key=_number)
         kept: list[JobState] = []
         for job in self.jobs.values():
             if job.group is not None:
@@ -150,32 +219,45 @@ class State:
         since. Jobs that are not runnable are due nothing, and are not touched."""
         seconds = now - self.now
         assert seconds >= 0, f"time went back from {self.now} to {now}"
+        here = self.jobs
         for name, steps in progress.items():
-            if name in self.jobs:
-                self.jobs[name].steps_done = steps
+            if name in here:
+                here[name].steps_done = steps
         if seconds:
+            jobs, due, served = self.jobs, self.due, self.served
             for name, gpus in fair_gpus.items():
-                job = self.jobs[name]
-                job.fair_s += seconds * gpus / job.request.gpus
-                tenant = job.request.tenant
-                self.due[tenant] = self.due.get(tenant, 0.0) + seconds * gpus
+                job = jobs[name]
+                request = job.request
+                gained = seconds * gpus
                 if job.group is None:
-                    job.waited_s += now - job.counted_s
+                    # With what it waited beyond the limit, at what it is due now.
+                    waited = now - job.counted_s
+                    job.fair_s += waited * gpus / request.gpus
+                    job.waited_s += waited
                     job.counted_s = now
+                else:
+                    job.fair_s += gained / request.gpus
+                tenant = request.tenant
+                due[tenant] = due.get(tenant, 0.0) + gained
             for group in self.groups.values():
+                held = seconds * len(group.gpus)
                 weights = sum(group.jobs.values())
                 for name, weight in group.jobs.items():
-                    tenant = self.jobs[name].request.tenant
-                    held = seconds * len(group.gpus) * weight / weights
-                    self.served[tenant] = self.served.get(tenant, 0.0) + held
+                    tenant = jobs[name].request.tenant
+                    served[tenant] = served.get(tenant, 0.0) + held * weight / weights
         self.now = now
 
     def happen(self, event: Event) -> None:
+        self.revision += 1
         match event:
             case Arrival(request=request):
                 known = request.name in self.jobs or request.name in self.outcomes
                 assert not known, f"job '{request.name}' arrived twice"
-                self.jobs[request.name] = JobState(request, since_s=self.now, counted_s=self.now)
+                self.jobs[request.name] = JobState(
+                    request, since_s=self.now, counted_s=self.now, number=self.arrived
+                )
+                self.arrived += 1
+                self._queue(self.jobs[request.name])
             case Completion(job=name):
                 self._end(name, "completed")
             case EarlyExit(job=name):
@@ -199,11 +281,13 @@ class State:
                 if speed == 1:
                     del self.speed[gpu]
             case SlowdownBreach() | Tick():
-                pass
+                # Nothing here changes by them.
+                self.revision -= 1
 
     def apply(self, decision: Decision) -> None:
         """Raises AssertionError for what no policy may decide: a GPU booked twice, a job in two
         groups, a base that differs."""
+        self.revision += 1
         match decision:
             case Start():
                 assert decision.group not in self.groups, f"{decision.group} is there already"
@@ -271,10 +355,13 @@ class State:
         assert job.group is None, f"{name} is in {job.group} already"
         assert job.request.base == group.base, f"{name} has another base than {group_name}"
         assert weight > 0, f"{name} has no weight"
+        if self.line is not None:
+            self.line.remove(name)
         job.waited_s += self.now - job.counted_s
         job.group, job.since_s, job.counted_s = group_name, self.now, self.now
         group.jobs[name] = weight
         group.changed_s = self.now
+        group.changes += 1
 
     def _take_out(self, job: JobState) -> None:
         if job.group is None:
@@ -282,7 +369,9 @@ class State:
         group = self.groups[job.group]
         del group.jobs[job.name]
         job.group, job.since_s, job.counted_s = None, self.now, self.now
+        self._queue(job)
         group.changed_s = self.now
+        group.changes += 1
         if not group.jobs:
             self.free |= set(group.gpus) - self.down
             del self.groups[group.name]
@@ -290,7 +379,13 @@ class State:
     def _end(self, name: str, outcome: Outcome) -> None:
         job = self.jobs[name]
         self._take_out(job)
+        if self.line is not None:
+            self.line.remove(name)
         job.waited_s += self.now - job.counted_s
         job.counted_s = self.now
         del self.jobs[name]
         self.outcomes[name] = outcome
+
+
+def _number(job: JobState) -> int:
+    return job.number

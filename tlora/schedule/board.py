@@ -34,14 +34,14 @@ class Bin:
     known: Priced | None
     """Asked for only where it matters: most groups are not looked at in a turn."""
 
-    board: "Board"
+    pricing: Pricing
     is_new: bool = False
     reasons: Reasons = NO_REASONS
 
     @property
     def priced(self) -> Priced:
         if self.known is None:
-            self.known = self.board.price(self.load, self.gpus)
+            self.known = self.pricing.on(self.load, self.gpus)
         return self.known
 
     @property
@@ -78,7 +78,8 @@ class Board:
         self.state = state
         self.costs = costs
         self.cluster: Cluster = state.cluster
-        self.pricing = Pricing(costs)
+        self.pricing = pricing = Pricing(costs, state.speed)
+        self.price = pricing.on
         self.pieces = pieces
         self.is_contended = sum(each.gpus for each in pieces.values()) > state.up_gpus
         """Not every job can have the GPUs it brings."""
@@ -93,6 +94,9 @@ class Board:
         self.why: dict[str, Reasons] = {}
         """Job -> why it was placed where it is."""
 
+        self.barred: set[str] = set()
+        """Jobs without a group that may have none in this turn: the limit forbids."""
+
         self.touched: set[str] = set()
         self._next = state.next_group
         self._by_base: dict[str, list[tuple[float, str]]] = {}
@@ -100,11 +104,12 @@ class Board:
         self._keys: dict[str, float] = {}
         loads = group_loads(state, pieces) if loads is None else loads
         for name, group in state.groups.items():
-            which = Bin(name, group.base, group.gpus, loads[name], None, self)
-            self.bins[name] = which
-            self._keys[name] = key = which.pressure
+            load, gpus = loads[name], group.gpus
+            self.bins[name] = Bin(name, group.base, gpus, load, None, pricing)
+            # As `Bin.pressure`.
+            self._keys[name] = key = load.tokens / len(gpus) / load.limit_s
             self._by_base.setdefault(group.base, []).append((key, name))
-            if len(group.gpus) > 1:
+            if len(gpus) > 1:
                 self._wide.append((key, name))
         for filed in (*self._by_base.values(), self._wide):
             filed.sort()
@@ -119,11 +124,6 @@ class Board:
         self._free = gpus
         self._chosen = {}
 
-    def price(self, load: Load, gpus: tuple[int, ...]) -> Priced:
-        speeds = self.state.speed
-        speed = min([speeds.get(gpu, 1.0) for gpu in gpus]) if speeds else 1.0
-        return self.pricing.price(load, self.costs.span(gpus), speed)
-
     def choose(self, count: int) -> tuple[int, ...] | None:
         """Free GPUs, at full speed before slowed ones."""
         if count not in self._chosen:
@@ -137,7 +137,8 @@ class Board:
 
     def open(self, load: Load, gpus: tuple[int, ...], priced: Priced) -> Bin:
         """A new group of jobs that are in none."""
-        found = Bin(f"g{self._next}", load.pieces[0].base, gpus, load, priced, self, is_new=True)
+        name, base = f"g{self._next}", load.pieces[0].base
+        found = Bin(name, base, gpus, load, priced, self.pricing, is_new=True)
         self._next += 1
         self.bins[found.name] = found
         self._file(found)
@@ -200,6 +201,15 @@ class Board:
         self.free, self.place, self.why = memory.free, memory.place, memory.why
         self.touched, self._next = memory.touched, memory.next_group
         self._by_base, self._wide, self._keys = memory.by_base, memory.wide, memory.keys
+
+    def waiting(self) -> list[Piece]:
+        """Jobs without a group that may have one, in order of arrival."""
+        place, barred = self.place, self.barred
+        return [
+            piece
+            for name, piece in self.pieces.items()
+            if place[name] is None and name not in barred
+        ]
 
     @property
     def running(self) -> int:
@@ -282,11 +292,12 @@ class Board:
 
     def _rename_taken_over(self) -> None:
         """A group that none of its jobs stays in ends on the way: what is there then is new."""
-        for name, which in list(self.bins.items()):
-            if name not in self.touched or which.is_new:
-                continue
-            if any(piece.job.group == name for piece in which.load.pieces):
-                continue
+        taken = [name for name in self.touched if name in self.bins and self._is_taken_over(name)]
+        if len(taken) > 1:
+            # New names are given in the groups' order.
+            taken = [name for name in self.bins if name in taken]
+        for name in taken:
+            which = self.bins[name]
             self._unfile(which)
             del self.bins[name]
             which.name, which.is_new = f"g{self._next}", True
@@ -295,6 +306,10 @@ class Board:
             self._file(which)
             for piece in which.load.pieces:
                 self.place[piece.name] = which.name
+
+    def _is_taken_over(self, name: str) -> bool:
+        which = self.bins[name]
+        return not which.is_new and all(piece.job.group != name for piece in which.load.pieces)
 
 
 class _Telling:
@@ -305,10 +320,13 @@ class _Telling:
         self.out: list[Decision] = []
         groups = board.state.groups
         self.gpus = {name: group.gpus for name, group in groups.items()}
-        self.plans = {name: group.plan for name, group in groups.items()}
+        self.plans: dict[str, Plan] = {}
+        """Where they differ from the state's."""
+
         self.weights = {name: group.jobs for name, group in groups.items()}
-        if board.touched:
-            self.weights = {name: dict(jobs) for name, jobs in self.weights.items()}
+        """Those of the state until something changes: see `_own_weights`."""
+
+        self._owned: set[str] = set()
 
     def decisions(self, *, everywhere: bool) -> list[Decision]:
         if self.board.touched:
@@ -395,6 +413,16 @@ class _Telling:
                 self._resize(each)
             pending = [each for each in pending if each not in ready]
 
+    def _own_weights(self, name: str) -> dict[str, float]:
+        """That may be changed."""
+        if name not in self._owned:
+            self._owned.add(name)
+            self.weights[name] = dict(self.weights[name])
+        return self.weights[name]
+
+    def _plan(self, name: str) -> Plan:
+        return self.plans.get(name) or self.board.state.groups[name].plan
+
     def _reasons(self, piece: Piece) -> Reasons:
         return self.board.why.get(piece.name) or Reasons(why="regrouped")
 
@@ -403,7 +431,7 @@ class _Telling:
         self.out.append(Pause(job=piece.name, group=old, reasons=self._reasons(piece)))
 
     def _leave(self, piece: Piece, old: str) -> None:
-        del self.weights[old][piece.name]
+        del self._own_weights(old)[piece.name]
         if not self.weights[old]:
             del self.weights[old], self.gpus[old]
 
@@ -411,7 +439,7 @@ class _Telling:
         old, new = piece.job.group, self.board.place[piece.name]
         assert old is not None and new is not None
         self._leave(piece, old)
-        self.weights[new][piece.name] = piece.weight
+        self._own_weights(new)[piece.name] = piece.weight
         self.out.append(
             Move(
                 job=piece.name,
@@ -423,7 +451,7 @@ class _Telling:
         )
 
     def _join(self, piece: Piece, name: str) -> None:
-        self.weights[name][piece.name] = piece.weight
+        self._own_weights(name)[piece.name] = piece.weight
         self.out.append(
             Join(job=piece.name, group=name, weight=piece.weight, reasons=self._reasons(piece))
         )
@@ -448,7 +476,7 @@ class _Telling:
         if not which.priced.holds:
             # Bounds are broken already: with the old bucket and weights nobody is worse off for
             # what others gain.
-            bucket, weights = self.plans[which.name].bucket, self.weights[which.name]
+            bucket, weights = self._plan(which.name).bucket, self.weights[which.name]
         plan = Plan(replicas=len(gpus), bucket=bucket)
         self.gpus[which.name], self.plans[which.name] = gpus, plan
         self.weights[which.name] = weights
@@ -467,7 +495,7 @@ class _Telling:
     def _is_stale(self, which: Bin, slack: float) -> bool:
         if not which.priced.holds:
             return False
-        if self.plans[which.name].bucket != which.priced.bucket:
+        if self._plan(which.name).bucket != which.priced.bucket:
             return True
         weights = self.weights[which.name]
         capacity = which.priced.bucket * len(which.gpus)

@@ -5,7 +5,7 @@ policy reckoned with.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tlora.core.decision import Decision
 from tlora.core.state import GroupState, State
@@ -70,7 +70,7 @@ def _predict(state: State, group: GroupState, costs: Costs) -> GroupPrediction:
 
 
 def _slowdowns(
-    state: State, group: GroupState, costs: Costs, fair: dict[str, float]
+    state: State, group: GroupState, costs: Costs, fair: Mapping[str, float]
 ) -> dict[str, float]:
     """Fair rate / rate of each job of the group."""
     rates = _predict(state, group, costs).steps_per_s

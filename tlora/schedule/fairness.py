@@ -6,21 +6,38 @@ leaves goes to the others. With n equal jobs for one GPU each is due 1/n of it; 
 each is due those it brings.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from tlora.core.state import JobState, State
+from tlora.core.state import Dues, JobState, State
 
 
-def fair_gpus(state: State, jobs: Sequence[JobState] | None = None) -> dict[str, float]:
-    """Of every runnable job, by name; at most the GPUs it brings. `jobs`: those, where they are
-    known."""
-    jobs = state.runnable() if jobs is None else jobs
-    if sum(job.request.gpus for job in jobs) <= state.up_gpus:
-        return {job.name: float(job.request.gpus) for job in jobs}
+def fair_gpus(state: State) -> Mapping[str, float]:
+    """Of every runnable job, by name; at most the GPUs it brings. Kept with the state for as long
+    as the same jobs are runnable."""
+    jobs, kept = state.runnable(), state.kept_dues
+    if (
+        kept is None
+        or kept.up_gpus != state.up_gpus
+        or kept.shares != state.shares
+        or kept.jobs != jobs
+    ):
+        gpus = _fair_gpus(state, jobs)
+        kept = state.kept_dues = Dues(jobs, state.up_gpus, dict(state.shares), gpus)
+    return kept.gpus
+
+
+def _fair_gpus(state: State, jobs: Sequence[JobState]) -> dict[str, float]:
+    wanted = [float(job.request.gpus) for job in jobs]
+    if sum(wanted) <= state.up_gpus:
+        return {job.request.name: gpus for job, gpus in zip(jobs, wanted, strict=True)}
+    if not state.shares:
+        # One pot for all where no tenant was given a share.
+        priorities = [job.request.priority for job in jobs]
+        parts = dealt(float(state.up_gpus), wanted, priorities)
+        return {job.request.name: part for job, part in zip(jobs, parts, strict=True)}
     tenants: dict[str, list[JobState]] = {}
     for job in jobs:
-        # One pot for all where no tenant was given a share.
-        tenants.setdefault(job.request.tenant if state.shares else "", []).append(job)
+        tenants.setdefault(job.request.tenant, []).append(job)
     due = dealt(
         float(state.up_gpus),
         [float(sum(job.request.gpus for job in each)) for each in tenants.values()],
@@ -40,11 +57,14 @@ def fair_gpus(state: State, jobs: Sequence[JobState] | None = None) -> dict[str,
 def dealt(amount: float, wanted: Sequence[float], weights: Sequence[float]) -> list[float]:
     """By weight, nobody more than wanted; what one leaves goes to the others."""
     levels = [want / weight for want, weight in zip(wanted, weights, strict=True)]
-    order = sorted(range(len(levels)), key=levels.__getitem__)
     heavy = sum(weights)
     result = [0.0] * len(wanted)
-    for i in order:
-        result[i] = min(wanted[i], amount * weights[i] / heavy)
-        amount -= result[i]
-        heavy -= weights[i]
+    for i in sorted(range(len(levels)), key=levels.__getitem__):
+        weight = weights[i]
+        part, want = amount * weight / heavy, wanted[i]
+        if want < part:
+            part = want
+        result[i] = part
+        amount -= part
+        heavy -= weight
     return result

@@ -55,7 +55,7 @@ nearly always the fullest of the candidates is the best one, or the emptiest."""
 def place_waiting(board: Board, widest: int | None) -> list[Piece]:
     """Jobs without a group, the most urgent first: on free GPUs, beside others, or on GPUs that a
     wide group can spare. Returns those that were placed; the others wait on."""
-    waiting = [piece for name, piece in board.pieces.items() if board.place[name] is None]
+    waiting = board.waiting()
     waiting.sort(key=lambda piece: (-piece.urgency, piece.rank))
     placed: list[Piece] = []
     failures: dict[str, int] = {}

@@ -369,7 +369,7 @@ def exchange(board: Board, fresh: Iterable[Piece]) -> bool:
     overdue gives way to one who is less so."""
     movable = {piece.name for piece in fresh}
     helped = False
-    for base in sorted({piece.base for piece in _waiting(board)}):
+    for base in sorted({piece.base for piece in board.waiting()}):
         for which in list(board.bins.values())[-CANDIDATES:]:
             if which.name not in board.bins or not which.is_new:
                 continue
@@ -377,10 +377,6 @@ def exchange(board: Board, fresh: Iterable[Piece]) -> bool:
                 continue
             helped |= _exchange_one(board, which, base)
     return helped
-
-
-def _waiting(board: Board) -> list[Piece]:
-    return [piece for name, piece in board.pieces.items() if board.place[name] is None]
 
 
 def _fewest_tokens(piece: Piece) -> float:
@@ -400,7 +396,7 @@ def _exchange_one(board: Board, which: Bin, base: str) -> bool:
     # Who is overdue gives way only to those who are more so.
     urgency = max(piece.urgency for piece in evicted)
     floor = urgency if urgency > 1 + EPSILON else 0.0
-    waiting = [piece for piece in _waiting(board) if piece.base == base and piece.urgency >= floor]
+    waiting = [piece for piece in board.waiting() if piece.base == base and piece.urgency >= floor]
     if which.base == base:
         waiting += evicted
     best: tuple[int, float, Load, Priced] | None = None

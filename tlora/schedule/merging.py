@@ -10,7 +10,7 @@ found more. A seed that gains nothing is left to the next tier.
 from collections.abc import Callable
 from itertools import islice
 
-from tlora.core.cluster import Tier
+from tlora.core.cluster import Cluster, Tier
 from tlora.core.decision import Reasons
 from tlora.schedule.board import Bin, Board
 from tlora.schedule.grouping import EPSILON, useful_replicas
@@ -63,7 +63,7 @@ class Merging:
                 for each in reversed(row)
                 if each is not seed
                 and each.name in board.bins
-                and board.cluster.tier((*seed.gpus, *each.gpus)) <= tier
+                and _is_near(board.cluster, seed.gpus, each.gpus, tier)
                 and all(piece.name in movable for piece in each.load.pieces)
             )
             candidates = list(islice(near, LONGEST_PREFIX))
@@ -123,6 +123,16 @@ class Merging:
         gain = priced.worth - seed.priced.worth - sum(each.priced.worth for each in others)
         contents = [*((each, None, (), None) for each in others), (seed, load, gpus, priced)]
         return gain - self.tolls.of_change(board, contents), load, gpus, priced
+
+
+def _is_near(cluster: Cluster, one: tuple[int, ...], other: tuple[int, ...], tier: Tier) -> bool:
+    """All of them lie within the tier. Most do not, and a look at two GPUs says so."""
+    if tier is Tier.CLUSTER:
+        return True
+    first, second = cluster.gpus[one[0]], cluster.gpus[other[0]]
+    if first.rack != second.rack or (tier is Tier.NODE and first.node != second.node):
+        return False
+    return cluster.tier((*one, *other)) <= tier
 
 
 def _row(board: Board, base: str) -> list[Bin]:

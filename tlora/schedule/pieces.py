@@ -5,10 +5,11 @@ What was asked of a piece or a load is kept with it, from turn to turn, for as l
 changes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from tlora.core.state import JobState, State
+from tlora.core.state import GroupState, JobState, State
 from tlora.costs.groups import Costs, JobFigures
 from tlora.schedule.fairness import fair_gpus
 
@@ -65,6 +66,9 @@ class Piece:
     density: float
     """The same per token."""
 
+    credit: Mapping[str, float]
+    """Of the tenants, by name; kept up to date by `Pieces`."""
+
     # What follows is of this turn.
 
     fair_gpus: float = 0.0
@@ -86,20 +90,28 @@ class Piece:
     strictness: float = 0.0
     """Its slowdown / its bound, at that rate."""
 
-    urgency: float = 0.0
-    """How far its slowdown since it arrived, waiting included, presses on its bound."""
-
-    rank: int = 0
-    """In order of arrival."""
-
     load: "Load | None" = None
     """Of itself, once somebody asked."""
+
+    @property
+    def urgency(self) -> float:
+        """How far its slowdown since it arrived, waiting included, presses on its bound."""
+        job = self.job
+        request = job.request
+        done_s = job.steps_done * self.figures.solo_step_s
+        behind = (job.fair_s + FRESH_S) / (done_s + FRESH_S)
+        return behind / request.slowdown_bound * self.credit.get(request.tenant, 1.0)
+
+    @property
+    def rank(self) -> int:
+        """In order of arrival."""
+        return self.job.number
 
     @property
     def alone(self) -> "Load":
         """The load of this job by itself."""
         if self.load is None:
-            self.load = load_of((self,))
+            self.load = _load_of_one(self)
         return self.load
 
     def is_like(self, other: "Piece") -> bool:
@@ -265,67 +277,108 @@ def load_of(pieces: Sequence[Piece]) -> Load:
     return load
 
 
+def _load_of_one(piece: Piece) -> Load:
+    """As `load_of`, for the most frequent case."""
+    figures = piece.figures
+    load = Load((piece,))
+    _, _, _, load.sequences, _, load.step_s, load.parameters = figures.whole
+    load.tokens, load.beside_s = figures.batch_tokens, figures.beside_s
+    load.worth, load.fair_tokens, load.needs = piece.worth_s, piece.weight, piece.needs
+    load.latent, load.limit_s, load.pressed = figures.latent, piece.limit_s, piece.name
+    load.longest, load.densest, load.thinnest = figures.longest, piece.density, piece.density
+    return load
+
+
 class Pieces:
     """Makes them every turn, and keeps what is as it was."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
         self._kept: dict[str, Piece] = {}
-        self._loads: dict[str, Load] = {}
+        self._loads: dict[str, KeptLoad] = {}
+        self._credit: dict[str, float] = {}
+        self._seen: tuple[State, int] | None = None
+        """The state that it was last asked about, and its revision."""
 
-    def of(self, state: State, jobs: Sequence[JobState]) -> dict[str, Piece]:
+    def of(self, state: State) -> dict[str, Piece]:
         """Of all runnable jobs, by name, in order of arrival. Those of the last turn are changed by
         it."""
-        fair = fair_gpus(state, jobs)
-        credit = {tenant: credit_of(state, tenant) for tenant in state.due}
+        self._credit.clear()
+        self._credit.update({tenant: credit_of(state, tenant) for tenant in state.due})
+        last = self._seen
+        if last is None or last[0] is not state or last[1] != state.revision:
+            self._bring_up_to_date(state)
+            self._seen = (state, state.revision)
+        return dict(self._kept)
+
+    def of_outside(self, state: State, jobs: Iterable[JobState]) -> dict[str, Piece]:
+        """Of jobs beyond the limit: due what the best served of as many GPUs are."""
+        most = max(fair_gpus(state).values())
+        result: dict[str, Piece] = {}
+        for job in jobs:
+            piece = result[job.name] = new_piece(job, self.costs, self._credit)
+            piece.owe(min(float(piece.gpus), most))
+        return result
+
+    def _bring_up_to_date(self, state: State) -> None:
+        fair = fair_gpus(state)
         result: dict[str, Piece] = {}
         kept = self._kept
         changed = False
-        for rank, job in enumerate(jobs):
-            request = job.request
-            name = request.name
-            piece = kept.get(name)
+        for job in state.runnable():
+            name = job.request.name
+            piece, due = kept.get(name), fair[name]
             if piece is None or piece.job is not job:
-                piece = new_piece(job, self.costs)
-                piece.owe(fair[name])
-            elif piece.fair_gpus != fair[name]:
-                piece.owe(fair[name])
+                piece = new_piece(job, self.costs, self._credit)
+                piece.owe(due)
+            elif piece.fair_gpus != due:
+                piece.owe(due)
                 changed = True
-            done_s = job.steps_done * piece.figures.solo_step_s
-            behind = (job.fair_s + FRESH_S) / (done_s + FRESH_S)
-            piece.urgency = behind / request.slowdown_bound * credit.get(request.tenant, 1.0)
-            piece.rank = rank
             result[name] = piece
+        for name in kept.keys() - result.keys():
+            # It and its load know each other, and would be left to the garbage collector.
+            kept[name].load = None
         if changed:
             # Loads remember others with a job more or less, so all of them are of no use.
             self._loads = {}
             for piece in result.values():
                 piece.load = None
         self._kept = result
-        return dict(result)
 
     def loads(self, state: State, pieces: Mapping[str, Piece]) -> dict[str, Load]:
         """Of the groups, by their names."""
-        self._loads = group_loads(state, pieces, self._loads)
-        return self._loads
+        kept, self._loads = self._loads, {}
+        result: dict[str, Load] = {}
+        for name, group in state.groups.items():
+            found = kept.get(name)
+            if found is None or found.group is not group or found.changes != group.changes:
+                load = load_of_group(group, pieces)
+                found = KeptLoad(group, group.changes, load)
+            self._loads[name] = found
+            result[name] = found.load
+        return result
 
 
-def group_loads(
-    state: State, pieces: Mapping[str, Piece], kept: Mapping[str, Load] | None = None
-) -> dict[str, Load]:
-    """Those of `kept` that are as they were, and new ones of the other groups."""
-    kept = kept or {}
-    result: dict[str, Load] = {}
-    for name, group in state.groups.items():
-        members = tuple([pieces[job] for job in group.jobs])
-        load = kept.get(name)
-        if load is None or load.pieces != members:
-            load = members[0].alone if len(members) == 1 else load_of(members)
-        result[name] = load
-    return result
+class KeptLoad(NamedTuple):
+    group: GroupState
+    changes: int
+    """Of the group's jobs, when it was worked out."""
+
+    load: Load
 
 
-def new_piece(job: JobState, costs: Costs) -> Piece:
+def group_loads(state: State, pieces: Mapping[str, Piece]) -> dict[str, Load]:
+    return {name: load_of_group(group, pieces) for name, group in state.groups.items()}
+
+
+def load_of_group(group: GroupState, pieces: Mapping[str, Piece]) -> Load:
+    jobs = group.jobs
+    if len(jobs) == 1:
+        return pieces[next(iter(jobs))].alone
+    return load_of([pieces[job] for job in jobs])
+
+
+def new_piece(job: JobState, costs: Costs, credit: Mapping[str, float]) -> Piece:
     """With what depends on the turn left open."""
     request = job.request
     figures = costs.figures(request)
@@ -338,12 +391,13 @@ def new_piece(job: JobState, costs: Costs) -> Piece:
         figures=figures,
         worth_s=worth_s,
         density=worth_s / figures.batch_tokens,
+        credit=credit,
     )
 
 
 def pieces_of(state: State, costs: Costs) -> dict[str, Piece]:
     """Once."""
-    return Pieces(costs).of(state, state.runnable())
+    return Pieces(costs).of(state)
 
 
 def credit_of(state: State, tenant: str) -> float:

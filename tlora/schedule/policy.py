@@ -14,6 +14,9 @@ class Policy(Protocol):
     events must give the same decisions whatever it was asked before."""
 
     name: str
+    overtakes: bool = False
+    """Where only so many jobs may be looked at, those with the longest relative wait come first
+    (core/line.py); else those that came first."""
 
     def decide(self, state: State, events: Sequence[Event]) -> list[Decision]:
         """What to do now. Does not change the state. `events` are those since the last call, and

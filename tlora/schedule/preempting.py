@@ -24,18 +24,72 @@ LEAST_PATIENCE_S = 30.0
 QUANTUM_S = 120.0
 """And none of its jobs was placed more recently than this."""
 
+LONGER = 2.0
+"""A job gives its turn to one from beyond the limit if it has so many times as much to do."""
+
+VICTIMS = 3
+"""Jobs that are tried for that."""
+
 
 def make_way(board: Board, settings: Settings) -> None:
     now = board.state.now
     waiting = [
         piece
-        for name, piece in board.pieces.items()
-        if board.place[name] is None
-        and piece.job.since_s + patience_s(piece.job, piece.figures, settings) <= now
+        for piece in board.waiting()
+        if piece.job.since_s + patience_s(piece.job, piece.figures, settings) <= now
     ]
     waiting.sort(key=lambda piece: (-piece.urgency, piece.rank))
     for piece in waiting[:MOST_AT_ONCE]:
         _make_way_for(board, piece, settings)
+
+
+def overdue_outside(state: State, costs: Costs, settings: Settings) -> list[JobState]:
+    """Of those beyond the limit, some that have waited too long."""
+    return [
+        job
+        for job in state.outside()
+        if job.since_s + patience_s(job, costs.figures(job.request), settings) <= state.now
+    ][:MOST_AT_ONCE]
+
+
+def take_turns(
+    board: Board, overdue: list[Piece], movable: list[Piece], widest: int | None
+) -> None:
+    """Jobs from beyond the limit that have waited too long, each instead of one that runs and has
+    much more to do: a pause is little to that."""
+    now = board.state.now
+    for piece in overdue:
+        victims = [
+            each
+            for each in movable
+            if each.job.group is not None
+            and board.place[each.name] == each.job.group
+            and now - each.job.since_s >= QUANTUM_S
+            and _remaining_s(each) >= LONGER * _remaining_s(piece)
+        ]
+        victims.sort(key=lambda each: (each.gpus, -_remaining_s(each), each.rank))
+        for victim in victims[:VICTIMS]:
+            if _take_turn(board, piece, victim, widest):
+                break
+
+
+def _take_turn(board: Board, piece: Piece, victim: Piece, widest: int | None) -> bool:
+    memory = board.remember()
+    board.take(victim)
+    board.barred.add(victim.name)
+    if not place(board, piece, widest):
+        board.go_back(memory)
+        board.barred.remove(victim.name)
+        return False
+    board.barred.remove(piece.name)
+    board.why[victim.name] = Reasons(
+        why=f"only {board.state.max_runnable} may run, and {piece.name} is short and has waited"
+    )
+    return True
+
+
+def _remaining_s(piece: Piece) -> float:
+    return piece.job.remaining_steps * piece.figures.solo_step_s
 
 
 def next_patience_end(state: State, costs: Costs, settings: Settings) -> float:
@@ -44,7 +98,7 @@ def next_patience_end(state: State, costs: Costs, settings: Settings) -> float:
     return min(
         (
             _next_end(job.since_s, patience_s(job, costs.figures(job.request), settings), state.now)
-            for job in state.waiting()
+            for job in [*state.waiting(), *state.outside()]
         ),
         default=math.inf,
     )

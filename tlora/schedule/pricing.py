@@ -1,5 +1,6 @@
 """What some jobs on some GPUs come to, under the best bucket."""
 
+from collections.abc import Mapping
 from operator import attrgetter
 
 from tlora.core.cluster import Link
@@ -22,9 +23,23 @@ class Pricing:
     """Counts what it is asked, for the budgets of a turn: also what is known already, so that
     decisions do not depend on what was kept."""
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: Costs, speeds: Mapping[int, float] | None = None) -> None:
+        """`speeds`: of the GPUs that have been seen to run slowly."""
         self.costs = costs
+        self.speeds = speeds or {}
         self.asked = 0
+
+    def on(self, load: Load, gpus: tuple[int, ...]) -> Priced:
+        """On these GPUs; the slowest sets the pace."""
+        speeds = self.speeds
+        speed = min([speeds.get(gpu, 1.0) for gpu in gpus]) if speeds else 1.0
+        span = self.costs.span(gpus)
+        key = span.key if speed == 1.0 else (span.key, speed)
+        found = load.prices.get(key)
+        if found is None:
+            return self.price(load, span, speed)
+        self.asked += found.asked
+        return found
 
     def price(self, load: Load, span: Span, speed: float = 1.0) -> Priced:
         """The bucket that is worth most while all bounds hold; where none holds them, the one that

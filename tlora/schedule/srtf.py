@@ -14,6 +14,7 @@ from tlora.schedule.policy import Policy
 
 class Srtf(Policy):
     name = "srtf"
+    overtakes = True
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs

@@ -18,7 +18,7 @@ from tlora.schedule.improving import clear_out, exchange, improve, spread
 from tlora.schedule.merging import Merging
 from tlora.schedule.pieces import Piece, Pieces
 from tlora.schedule.policy import Policy
-from tlora.schedule.preempting import make_way, next_patience_end
+from tlora.schedule.preempting import make_way, next_patience_end, overdue_outside, take_turns
 from tlora.schedule.settings import Settings
 from tlora.schedule.tolls import Tolls
 
@@ -39,6 +39,8 @@ SEEDS = 1
 
 
 class Tlora(Policy):
+    overtakes = True
+
     def __init__(self, costs: Costs, settings: Settings | None = None, name: str = "tlora") -> None:
         self.name = name
         self.costs = costs
@@ -57,15 +59,21 @@ class Tlora(Policy):
         if not state.up_gpus or _concerns_nobody(events, jobs):
             return []
         refused = self._refused(state, jobs)
-        pieces = self.pieces.of(state, jobs)
+        pieces = self.pieces.of(state)
         for decision in refused:
             del pieces[decision.job]
         if not pieces:
             return list(refused)
-        board = Board(state, self.costs, pieces, self.pieces.loads(state, pieces))
+        loads = self.pieces.loads(state, pieces)
+        overdue = self.pieces.of_outside(state, overdue_outside(state, self.costs, self.settings))
+        board = Board(state, self.costs, pieces | overdue, loads)
         ticks = any(isinstance(event, Tick) for event in events)
+        if overdue:
+            board.barred |= overdue.keys()
+            movable = self._movable(board, pieces.values())
+            take_turns(board, list(overdue.values()), movable, self._widest)
         self._place(board)
-        if any(name is None for name in board.place.values()):
+        if board.waiting():
             make_way(board, self.settings)
         if board.free:
             movable = self._movable(board, _pressed(board))

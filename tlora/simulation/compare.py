@@ -18,7 +18,6 @@ from tlora.schedule import POLICIES
 from tlora.simulation.mapping import LENGTH, LOAD, bases_of, demanded_gpus, map_jobs
 from tlora.simulation.metrics import Metrics
 from tlora.simulation.run import MAX_RUNNABLE, Result, simulate
-from tlora.simulation.synthetic import assumed_profile
 from tlora.simulation.traces import Trace
 from tlora.simulation.world import World
 
@@ -27,8 +26,8 @@ GPUS = 32
 LARGEST_ERROR = 2.0
 """Beyond it half of all predictions are off by more than a factor of four."""
 
-PREFERRED_PROFILE = "h200-llama-8b"
-ASSUMED_PROFILE = "assumed-8b"
+DEFAULT_PROFILE = "h200-llama-8b"
+"""Measured, and shipped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,8 +44,8 @@ class Setting:
 
     predictor_error: float = 0.0
     seeds: int = 1
-    profile_name: str = ASSUMED_PROFILE
-    profile: Profile = field(default_factory=assumed_profile)
+    profile_name: str = DEFAULT_PROFILE
+    profile: Profile = field(default_factory=lambda: choose_profile(None)[1])
     """Of every base."""
 
     lengths: tuple[tuple[int, ...], ...] = ((LENGTH,),)
@@ -185,20 +184,14 @@ def mean_of(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def choose_profile(name: str | None) -> tuple[str, Profile]:
-    """A shipped one by its name, or a file. None: the measured one if it ships, else assumed."""
-    if name is None:
-        measured = SHIPPED / f"{PREFERRED_PROFILE}.json"
-        if measured.exists():
-            return PREFERRED_PROFILE, read_profile(measured)
-        return ASSUMED_PROFILE, assumed_profile()
-    if name == ASSUMED_PROFILE:
-        return name, assumed_profile()
+    """A shipped one by its name, or a file; all of them were measured."""
+    name = name or DEFAULT_PROFILE
     shipped = SHIPPED / f"{name}.json"
     if shipped.exists():
         return name, read_profile(shipped)
     path = Path(name).expanduser()
     if not path.exists():
-        known = [ASSUMED_PROFILE, *sorted(each.stem for each in SHIPPED.glob("*.json"))]
+        known = sorted(each.stem for each in SHIPPED.glob("*.json"))
         raise SpecError(
             f"'{name}' is neither a file nor one of {', '.join(known)}", field="--profile"
         )

@@ -7,10 +7,12 @@ jobs costs what the profile measured: a joining or leaving job stops its whole g
 
 import heapq
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from tlora.control.breaches import FEWEST_STEPS, WINDOW_S, Breaches, is_breach
 from tlora.core.clock import ManualClock
 from tlora.core.decision import Decision, Join, Move, Pause, Refuse, Resize, Start
 from tlora.core.event import (
@@ -20,6 +22,7 @@ from tlora.core.event import (
     Event,
     GpuFailure,
     GpuRepair,
+    SlowdownBreach,
     Straggler,
 )
 from tlora.core.plan import Plan
@@ -78,6 +81,9 @@ class _Group:
     trains_from: float = 0.0
     """Of the stretch under way."""
 
+    seen_from: float = 0.0
+    """When its rates have been measured."""
+
 
 class SimulatedExecutor:
     """`costs` are the truth here; a policy may be given others."""
@@ -91,9 +97,11 @@ class SimulatedExecutor:
         world: Sequence[Event] = (),
         exits: Mapping[str, tuple[float, str]] | None = None,
         watcher: Watcher | None = None,
+        fair_gpus: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         """`world`: failures, repairs and stragglers, known here in advance. `exits`: job -> the
-        step at which it will end early, and why."""
+        step at which it will end early, and why. `fair_gpus`: what each job is due now; without it
+        no breach of a bound is told of."""
         self.clock = clock
         self.costs = costs
         self.regroup_s = 0.0
@@ -118,6 +126,11 @@ class SimulatedExecutor:
         self._ends: list[tuple[float, int, str, str, int]] = []
         self._count = itertools.count()
         self._lost: set[str] = set()
+        self._fair_gpus = fair_gpus
+        self._breaches = Breaches(costs)
+        self._suspects: dict[str, int] = {}
+        """Groups with a job that would be beyond its bound if it were due all its GPUs, and their
+        versions."""
 
     @property
     def idle(self) -> bool:
@@ -127,7 +140,8 @@ class SimulatedExecutor:
         self._lost.clear()
         end = self._next_end()
         coming = self._coming[self._next].time if self._next < len(self._coming) else None
-        times = [each for each in (end, coming) if each is not None]
+        breach = self._next_breach()
+        times = [each for each in (end, coming, breach) if each is not None]
         if not times or min(times) > until:
             self.clock.move_to(until)
             return ()
@@ -142,12 +156,15 @@ class SimulatedExecutor:
             self._next += 1
             self._happen(event)
             events.append(event)
+        if breach is not None and breach <= now:
+            events += self._tell_breaches(now)
         return events
 
     def progress(self) -> dict[str, float]:
         for group in self._groups.values():
             self._catch_up(group)
-        return {job: self._steps[job] for job in [*self._group_of, *self._lost]}
+        steps = self._steps
+        return {job: steps[job] for job in [*self._group_of, *self._lost]}
 
     def apply(self, decision: Decision) -> None:
         now = self.clock.now()
@@ -189,6 +206,43 @@ class SimulatedExecutor:
 
     def close(self) -> None:
         pass
+
+    def _next_breach(self) -> float | None:
+        """When the first of those that are beyond their bounds is seen to be: at the end of a
+        window in which nothing changed."""
+        now, found = self.clock.now(), math.inf
+        for name in self._suspected():
+            at = self._groups[name].seen_from
+            if at < now:
+                at += WINDOW_S * math.ceil((now - at) / WINDOW_S)
+            if at < found and self._broken(name, at):
+                found = at
+        return None if found == math.inf else found
+
+    def _tell_breaches(self, now: float) -> list[SlowdownBreach]:
+        events: list[SlowdownBreach] = []
+        for name in self._suspected():
+            if self._groups[name].seen_from <= now:
+                broken = self._broken(name, now)
+                self._breaches.told(broken, self._members(name))
+                events += broken
+        return events
+
+    def _suspected(self) -> list[str]:
+        """Those that are still as they were."""
+        self._suspects = {
+            name: version
+            for name, version in self._suspects.items()
+            if name in self._groups and self._groups[name].version == version
+        }
+        return list(self._suspects)
+
+    def _broken(self, name: str, at: float) -> list[SlowdownBreach]:
+        rates = self._groups[name].rates.values()
+        return self._breaches.find(at, self._members(name), rates, self._fair_gpus())
+
+    def _members(self, name: str) -> list[JobRequest]:
+        return [self._requests[job] for job in self._groups[name].rates]
 
     def _happen(self, event: Event) -> None:
         match event:
@@ -257,12 +311,15 @@ class SimulatedExecutor:
 
     def _catch_up(self, group: _Group) -> None:
         """Brings the steps of its jobs up to now."""
-        now = self.clock.now()
-        seconds = now - max(group.since, group.stalled_until)
+        now, since = self.clock.now(), group.since
+        if group.stalled_until > since:
+            since = group.stalled_until
+        seconds = now - since
         if seconds > 0:
+            steps, jobs = self._steps, group.jobs
             for job, rate in group.rates.items():
-                if job in group.jobs:
-                    self._steps[job] += rate * seconds
+                if job in jobs:
+                    steps[job] += rate * seconds
         group.since = now
 
     def _changed(self, name: str) -> None:
@@ -292,6 +349,10 @@ class SimulatedExecutor:
         group.rates = dict(zip(group.jobs, found.steps_per_s, strict=True))
         start = max(group.since, group.stalled_until)
         group.began, group.trains_from = group.since, start
+        group.seen_from = start + max(WINDOW_S, FEWEST_STEPS / sum(found.steps_per_s))
+        for request, rate in zip(requests, found.steps_per_s, strict=True):
+            if is_breach(1 / (self.costs.figures(request).solo_step_s * rate), request):
+                self._suspects[name] = group.version
         at, job = min(
             (start + max(0.0, self._last_step(job) - self._steps[job]) / rate, job)
             for job, rate in group.rates.items()

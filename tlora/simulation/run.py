@@ -16,6 +16,7 @@ from tlora.core.state import State
 from tlora.costs.groups import Costs
 from tlora.costs.profile import Profile
 from tlora.schedule import POLICIES, Settings, make_policy
+from tlora.schedule.fairness import fair_gpus
 from tlora.simulation.executor import SimulatedExecutor
 from tlora.simulation.mapping import solo_seconds
 from tlora.simulation.metrics import Metrics, measure
@@ -78,6 +79,7 @@ def simulate(
         world=events,
         exits=exits,
         watcher=recorder,
+        fair_gpus=lambda: fair_gpus(state),
     )
     error = 0.0 if entry.is_bound else predictor_error
     predictor = Costs(profiles, cluster, kernel=kernel, error=error, seed=seed)

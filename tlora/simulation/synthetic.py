@@ -1,5 +1,4 @@
-"""A small made-up trace, and the profile to use where none was measured, so that `tlora simulate`
-works alone.
+"""A small made-up trace, so that `tlora simulate` works alone.
 
 The trace is shaped after what is published of real ones: durations log-normal with a long tail,
 nine jobs in ten on one GPU, arrivals in daily waves, some in bursts by one tenant.
@@ -10,9 +9,6 @@ import random
 from pathlib import Path
 
 from tlora.core.assets import SIMULATION
-from tlora.costs.memory import Memory
-from tlora.costs.model import NanoBatchTime, StepTime
-from tlora.costs.profile import Profile
 from tlora.simulation.traces import DAY_S, TraceJob
 
 SMALL_TRACE = SIMULATION / "small.csv"
@@ -54,43 +50,3 @@ def write_trace(jobs: list[TraceJob], path: Path) -> None:
         f"{job.name},{job.arrival_s},,{job.duration_s},{job.gpus},{job.tenant}," for job in jobs
     ]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def assumed_profile() -> Profile:
-    """An 8B base on a large GPU, in round numbers that nobody measured."""
-    budget = 8192
-    return Profile(
-        device="assumed, not measured",
-        dtype="bfloat16",
-        shape="8B",
-        versions={},
-        points=(),
-        time=NanoBatchTime(
-            fixed_s=4e-3,
-            segment_s=5e-4,
-            flat_s=7e-2,
-            row_s=5e-5,
-            square_s=2e-9,
-            lora_s=4e-6,
-            rank_s=5e-8,
-            sharpness=8.0,
-        ),
-        steps=StepTime(pass_s=1e-3, job_s=2e-3, parameter_s=8e-12),
-        memory=Memory(
-            weights_bytes=16 * 10**9,
-            device_bytes=140 * 10**9,
-            outside_bytes=10**9,
-            fixed_bytes=2e9,
-            row_bytes=4e6,
-            reserve_bytes=1e9,
-        ),
-        heldout_error_pct=0.0,
-        parameters_per_rank=2_600_000,
-        budget_tokens=budget,
-        buckets=tuple(budget * part // 16 for part in (2, 4, 8, 12, 16)),
-        attach_s=0.3,
-        detach_s=1.0,
-        warmup_s=10.0,
-        load_s=20.0,
-        notes=("assumed: measure one with `tlora profile`",),
-    )

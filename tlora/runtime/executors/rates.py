@@ -9,19 +9,15 @@ or nano-batches change.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tlora.core.event import Event, SlowdownBreach, Straggler
+from tlora.control.breaches import FEWEST_STEPS, WINDOW_S, Breaches
+from tlora.core.event import Event, Straggler
 from tlora.core.plan import Plan
 from tlora.core.request import JobRequest
 from tlora.costs.groups import Costs
 
-WINDOW_S = 30.0
-FEWEST_STEPS = 20
 SLOW, WELL = 0.6, 0.85
 """A device is told of below the one, and taken back above the other. Predictions of groups that
 differ are off by a fifth and more (docs/fidelity.md), and nobody should be moved for that."""
-
-NOISE = 1.3
-"""A job's slowdown must be above its bound by this factor to be told of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +55,7 @@ class RateWatch:
         """Of each device, from its last whole window."""
 
         self._slow: set[int] = set()
-        self._told: set[tuple[str, str]] = set()
-        """Jobs that were told of, with the company they were in."""
+        self._jobs = Breaches(costs)
 
     def check(self, now: float, running: Mapping[int, Running]) -> list[Event]:
         """To be asked every now and then."""
@@ -119,13 +114,8 @@ class RateWatch:
         fair = self._fair_gpus()
         events: list[Event] = []
         for device, each in rates.items():
-            company = ",".join(request.name for request in running[device].requests)
-            for request, rate in zip(running[device].requests, each, strict=True):
-                due = fair.get(request.name, 0.0) / request.gpus
-                due *= best / self.costs.figures(request).solo_step_s
-                slowdown = due / max(rate, 1e-9)
-                if slowdown > NOISE * request.slowdown_bound:
-                    if (request.name, company) not in self._told:
-                        events.append(SlowdownBreach(now, request.name, round(slowdown, 2)))
-                    self._told.add((request.name, company))
+            requests = running[device].requests
+            found = self._jobs.find(now, requests, each, fair, best)
+            self._jobs.told(found, requests)
+            events += found
         return events
