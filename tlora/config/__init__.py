@@ -5,6 +5,7 @@ from tlora.config.loading import load_spec
 from tlora.config.schema import json_schema
 from tlora.config.sweep_schema import sweep_schema
 from tlora.config.sweeps import load_sweep
+from tlora.config.tasks import load_tasks
 
 __all__ = [
     "changed_fields",
@@ -12,6 +13,7 @@ __all__ = [
     "json_schema",
     "load_spec",
     "load_sweep",
+    "load_tasks",
     "resolved",
     "sweep_schema",
 ]

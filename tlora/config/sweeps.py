@@ -72,7 +72,10 @@ def load_sweep(
     source: str | os.PathLike[str] | Mapping[str, object], overrides: Sequence[str] = ()
 ) -> SweepSpec:
     """The sweep that a YAML or JSON file, or a mapping, asks for. Raises as `load_spec` does."""
-    document = read_source(source)
+    return sweep_of(read_source(source), overrides)
+
+
+def sweep_of(document: Document, overrides: Sequence[str] = ()) -> SweepSpec:
     problems = Problems()
     own = [text for text in overrides if re.split(r"[.=]", text)[0].strip() in SWEEP_KEYS]
     run = load_task(document, [text for text in overrides if text not in own], problems)
@@ -110,7 +113,7 @@ def load_task(document: Document, overrides: Sequence[str], problems: Problems) 
         )
     tasks = tree["tasks"] if "tasks" in tree else [tree.get("task")]
     if not is_list(tasks) or len(tasks) != 1 or ("task" in tree and "tasks" in tree):
-        problems.add(SpecError("give one task; several are not run together yet", field="tasks"))
+        problems.add(SpecError("give one task here; load_tasks reads several", field="tasks"))
         return None
     task = tasks[0]
     if not is_tree(task):
