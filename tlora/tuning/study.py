@@ -105,6 +105,9 @@ class StudyState:
     """The rule has chosen among those that warmed up."""
 
     over_budget: bool = False
+    _budget: tuple[str, float, float] = ("tokens", 0.0, 0.0)
+    """What of it was spent, how much, and how much there was."""
+
     _learnt_bytes: float | None = None
     """What was attached when there was no memory for one more."""
 
@@ -198,7 +201,7 @@ class StudyState:
             )
         # A sweep that has nothing left to spend takes no more, unless a person asks.
         elif self.over_budget and plan.parent is None:
-            trial.phase, trial.reason = Phase.EXITED, "the sweep's budget was spent"
+            self._exit(trial, self._over_budget_verdict(trial))
         self.trials[plan.name] = trial
 
     def _evaluated(self, event: Evaluated) -> list[Action]:
@@ -286,20 +289,22 @@ class StudyState:
 
     def _spent(self, what: str, spent: float, limit: float) -> list[Action]:
         self.over_budget = True
+        self._budget = what, spent, limit
         return [
-            self._exit(
-                trial,
-                Verdict(
-                    trial=trial.name,
-                    rule="budget",
-                    step=trial.step,
-                    numbers={"spent": spent, "limit": limit},
-                    why=f"the sweep has used {spent:,.0f} of {limit:,.0f} {what}",
-                ),
-            )
+            self._exit(trial, self._over_budget_verdict(trial))
             for trial in self.trials.values()
             if trial.live and not trial.kept
         ]
+
+    def _over_budget_verdict(self, trial: Trial) -> Verdict:
+        what, spent, limit = self._budget
+        return Verdict(
+            trial=trial.name,
+            rule="budget",
+            step=trial.step,
+            numbers={"spent": spent, "limit": limit},
+            why=f"the sweep has used {spent:,.0f} {what} of the {limit:,.0f} it was given",
+        )
 
     @property
     def attached_bytes(self) -> float:

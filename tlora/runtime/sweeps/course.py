@@ -9,11 +9,12 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
 from tlora.core.errors import SpecError, TloraError
-from tlora.core.sweep import Params, SweepSpec
+from tlora.core.sweep import SweepSpec
 from tlora.runtime.directory import JobResult, RunDirectory
 from tlora.runtime.sweeps.trials import MadeTrial, TrialMaker, trial_name
 from tlora.runtime.sweeps.view import View
@@ -190,9 +191,11 @@ class Course:
             raise SpecError(f"there is no trial '{request.trial}'")
         match request.kind:
             case "stop":
-                if not trial.live:
+                by_hand = trial.verdict is not None and trial.verdict.rule == "person"
+                if not trial.live and not by_hand:
                     raise SpecError(f"{trial.name} is over: {trial.phase.value}")
-                self.tell(Stopped(trial.name))
+                if trial.live:
+                    self.tell(Stopped(trial.name))
                 return "stopped; its best adapter is kept"
             case "resume":
                 if trial.phase is Phase.COMPLETED:
@@ -202,13 +205,21 @@ class Course:
                 self.tell(Resumed(trial.name))
                 return "goes on, whatever the rules say"
             case "clone":
-                return self._clone(trial, request.body)
+                return self._clone(trial, request)
             case other:
                 raise SpecError(f"'{other}' is nothing that can be asked")
 
-    def _clone(self, parent: Trial, changes: Params) -> str:
+    def _clone(self, parent: Trial, request: Request) -> str:
+        for trial in self.state.trials.values():
+            if trial.plan.request == request.number:
+                # The process ended between the log and the answer.
+                return f"cloned as {trial.name}"
+        for field in request.body:
+            self.spec.check_comparable(field, at=field)
         taken = [name for name in self.state.trials if name.startswith(f"{parent.name}.")]
         name = f"{parent.name}.{len(taken) + 1}"
-        params = {**parent.plan.params, **changes}
-        self.add(self.maker.make({name: params}, parent=parent.name))
+        params = {**parent.plan.params, **request.body}
+        (made,) = self.maker.make({name: params}, parent=parent.name).values()
+        plan = replace(made.plan, request=request.number)
+        self.add({name: replace(made, plan=plan)})
         return f"cloned as {name}"

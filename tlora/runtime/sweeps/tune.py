@@ -83,7 +83,7 @@ def tune(
         shape, device, budget_tokens=budget, recompute=spec.engine.gradient_checkpointing
     )
     state = StudyState.of(spec, room)
-    # Trials share their data; where lengths are tried, the first one speaks for all.
+    # Trials share their data.
     shared = {spec.task.name: next(iter(data.values()))}
     view.say(*start_lines((spec.task,), shared, directory.root / "data.txt"))
     model = load_super_model(replace(run, jobs=at_once(sized, room, spec)), device)
