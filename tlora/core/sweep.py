@@ -209,6 +209,11 @@ class EarlyExitSpec:
     """alto: only once the held-out loss has been lower before. Not in the published rule, which
     may give up a trial that still gets better."""
 
+    watch_accuracy: bool = True
+    """alto, of preference jobs: a trial whose accuracy on held-out pairs still gets better is
+    neither diverging nor overfitting, and the gap is taken to its own lowest held-out loss; false:
+    by the losses alone, as published."""
+
     reduction: int = 4
     """asha: of the trials that reach a rung, one in so many goes on."""
 

@@ -51,6 +51,10 @@ class Phase(Enum):
     FAILED = "failed"
 
 
+AHEAD = 8
+"""Trials that a sampler is asked for before it has heard of any: one that learns has nothing to
+learn from until then, and a device with much room would ask for all of them."""
+
 LIVE = (Phase.WAITING, Phase.RUNNING, Phase.HELD, Phase.READY)
 
 
@@ -129,9 +133,16 @@ class StudyState:
 
     @property
     def has_room_for_more(self) -> bool:
-        """A sampler may be asked for another trial: all that wait have been attached."""
+        """A sampler may be asked for another trial: all that wait have been attached, and it has
+        heard of enough of those it was asked for before."""
         waiting = any(trial.phase is Phase.WAITING for trial in self.trials.values())
-        return not (self.closed or waiting) and self._below_parallel()
+        unheard = sum(self._is_unheard_of(trial) for trial in self.trials.values())
+        return not (self.closed or waiting) and unheard < AHEAD and self._below_parallel()
+
+    def _is_unheard_of(self, trial: Trial) -> bool:
+        """It has no value yet that can be told: that of its warm-up, or of its end."""
+        warm = trial.warmed and self.rule.warmup is not None
+        return trial.live and not warm and trial.plan.parent is None
 
     def value(self, trial: Trial) -> float | None:
         return trial.history.value(self.objective)

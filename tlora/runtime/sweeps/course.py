@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from tlora.core.errors import SpecError, TloraError
-from tlora.core.sweep import SweepSpec
+from tlora.core.sweep import Params, SweepSpec
 from tlora.runtime.directory import JobResult, RunDirectory
 from tlora.runtime.sweeps.trials import MadeTrial, TrialMaker, trial_name
 from tlora.runtime.sweeps.view import View
@@ -29,6 +29,7 @@ from tlora.tuning.events import (
     Event,
     Exit,
     Failed,
+    Hold,
     Resumed,
     Stopped,
 )
@@ -62,6 +63,9 @@ class Course:
         """Told when trials have come or gone, not more than once between two nano-batches."""
 
         self.sampler: OptunaSampler | None = None
+        self.proven_ranks: frozenset[int] | None = None
+        """With exact isolation: the ranks that it was shown for."""
+
         self.kept = 0
         """Trials that are in the job file on disk."""
 
@@ -151,8 +155,9 @@ class Course:
                 self.tell(Closed())
                 return
             name = trial_name(self.spec, number, max(2, len(str(search.trials - 1))))
+            params = sampler.ask(name)
             try:
-                made = self.maker.make({name: sampler.ask(name)})
+                made = self._made(name, params)
             except TloraError as error:
                 # Settings that do not go together: the sampler hears of it, the others go on.
                 self.view.say(f"{name}: left out: {error}")
@@ -162,15 +167,30 @@ class Course:
             self.add(made)
             own.append(self.state.trials[name])
 
+    def _made(self, name: str, params: Params, parent: str | None = None) -> dict[str, MadeTrial]:
+        """Raises TloraError for settings that do not go together, or were not foreseen."""
+        made = self.maker.make({name: params}, parent=parent)
+        rank = made[name].job.lora.r
+        if self.proven_ranks is not None and rank not in self.proven_ranks:
+            shown = ", ".join(map(str, sorted(self.proven_ranks)))
+            raise SpecError(
+                f"is {rank}; exact isolation was shown for {shown} when the sweep began, and can "
+                "be shown only while no trial runs: take one of these, or a sweep of its own",
+                job=name,
+                field="lora.r",
+            )
+        return made
+
     def _todo_has_exit(self) -> bool:
         return any(not isinstance(action, Attach) for action in self.todo)
 
     def _tell_sampler(self, event: Event, actions: list[Action]) -> None:
         assert self.sampler is not None
-        ended = [action.trial for action in actions if isinstance(action, Exit)]
+        # What has warmed up is told at once: those that are asked for next can learn from it.
+        known = [action.trial for action in actions if isinstance(action, Exit | Hold)]
         if isinstance(event, Completed | Failed):
-            ended.append(event.trial)
-        for name in ended:
+            known.append(event.trial)
+        for name in known:
             trial = self.state.trials[name]
             failed = trial.phase is Phase.FAILED
             self.sampler.tell(name, None if failed else self.state.value(trial))
@@ -219,7 +239,7 @@ class Course:
         taken = [name for name in self.state.trials if name.startswith(f"{parent.name}.")]
         name = f"{parent.name}.{len(taken) + 1}"
         params = {**parent.plan.params, **request.body}
-        (made,) = self.maker.make({name: params}, parent=parent.name).values()
+        (made,) = self._made(name, params, parent=parent.name).values()
         plan = replace(made.plan, request=request.number)
         self.add({name: replace(made, plan=plan)})
         return f"cloned as {name}"

@@ -68,6 +68,9 @@ class SweepRunner(Course):
             self.ask()
             while self.todo:
                 self._carry_out(self.todo.popleft())
+                if not self.todo:
+                    # Who has gone may have made room for one that nobody has asked for yet.
+                    self.ask()
             if self.changed:
                 self.changed = False
                 self.on_change(self)
