@@ -271,9 +271,11 @@ def kind_of(job: JobSpec) -> tuple[int, int]:
 
 
 def one_by_one(sweep: Sweep, peft: PeftJobs, has_time: Callable[[float], bool]) -> OneByOne:
+    """One of every rank and batch size, whatever it takes, and as many more as there is time
+    for."""
     found, expected = OneByOne(), dict[tuple[int, int], float]()
     for job in sweep.jobs:
-        if not has_time(MARGIN * expected.get(kind_of(job), 0.0)):
+        if kind_of(job) in expected and not has_time(MARGIN * expected[kind_of(job)]):
             break
         train_trial(sweep, job, peft, found)
         took = found.train[job.name] + found.evaluate[job.name]
@@ -334,16 +336,37 @@ def evaluated(adapted: PeftJob, rows: Sequence[TokenSequence]) -> float:
 
 
 def measure(
-    sweep: Sweep, model: SuperModel, peft: PeftJobs, budget: int, seconds: float, found: Figures
-) -> dict[str, object]:
-    """All three ways; PEFT last, as long as `seconds` from now allow."""
+    sweep: Sweep,
+    model: SuperModel,
+    peft: PeftJobs,
+    budget: int,
+    seconds: float,
+    found: Figures,
+    line: dict[str, object],
+) -> None:
+    """All three ways into `line`, as they come; PEFT last, as long as `seconds` from now allow."""
     end = found.left - seconds
     with_exit = FusedSweep(sweep, model, budget, "alto")
     exit_s = with_exit.run()
     found.say(f"{sweep.name}: fused, early exit: {exit_s.wall:.1f} s")
+    line |= {
+        "early_exit": exit_s.as_json(),
+        "early_exit_tokens": with_exit.state.tokens_spent,
+        "early_exit_nano_batches": with_exit.nano_batches,
+        "tokens_saved": 1 - with_exit.state.tokens_spent / tokens_full(with_exit.state),
+        "fates": fates(with_exit.state),
+    }
     to_end = FusedSweep(sweep, model, budget, "none")
     fused_s = to_end.run()
     found.say(f"{sweep.name}: fused, all to their ends: {fused_s.wall:.1f} s")
+    line |= {
+        "fused": fused_s.as_json(),
+        "fused_tokens": to_end.state.tokens_spent,
+        "fused_nano_batches": to_end.nano_batches,
+        "speedup_early_exit": fused_s.wall / exit_s.wall,
+        "cpu_speedup_early_exit": fused_s.cpu / exit_s.cpu,
+        **kept(to_end.state, with_exit.state),
+    }
     plain = one_by_one(sweep, peft, lambda needed: found.left - needed > end)
     peft_s = plain.seconds(sweep.jobs)
     whole = len(plain.train) == len(sweep.jobs)
@@ -351,46 +374,38 @@ def measure(
         f"{sweep.name}: PEFT, {len(plain.train)} of {len(sweep.jobs)} trials one by one: "
         f"{peft_s.wall:.1f} s{'' if whole else ' reckoned for all'}"
     )
-    best, best_exit = to_end.state.best, with_exit.state.best
-    assert best is not None and best_exit is not None, "no trial has a finite loss"
-    value, value_exit = to_end.state.value(best), with_exit.state.value(best_exit)
-    assert value is not None and value_exit is not None
-    evaluating = sum((each for each in plain.evaluate.values()), Seconds())
-    return {
-        "dataset": sweep.name,
-        "train_rows": len(sweep.train),
-        "train_tokens": sum(map(len, sweep.train)),
-        "trials": len(sweep.jobs),
+    line |= {
         "peft": peft_s.as_json(),
         "peft_trials": len(plain.train),
         "peft_reckoned": not whole,
-        "peft_evaluating": evaluating.as_json(),
+        "peft_evaluating": sum(plain.evaluate.values(), Seconds()).as_json(),
         "peft_tokens": plain.tokens,
-        "fused": fused_s.as_json(),
-        "fused_tokens": to_end.state.tokens_spent,
-        "fused_nano_batches": to_end.nano_batches,
-        "early_exit": exit_s.as_json(),
-        "early_exit_tokens": with_exit.state.tokens_spent,
-        "early_exit_nano_batches": with_exit.nano_batches,
         "speedup": peft_s.wall / exit_s.wall,
         "speedup_fusion": peft_s.wall / fused_s.wall,
-        "speedup_early_exit": fused_s.wall / exit_s.wall,
         "cpu_speedup": peft_s.cpu / exit_s.cpu,
         "cpu_speedup_fusion": peft_s.cpu / fused_s.cpu,
-        "cpu_speedup_early_exit": fused_s.cpu / exit_s.cpu,
-        "tokens_saved": 1 - with_exit.state.tokens_spent / tokens_full(with_exit.state),
+        "difference": difference(to_end.best_losses, plain.best_losses, str(line["best"])),
+    }
+
+
+def kept(to_end: StudyState, with_exit: StudyState) -> dict[str, object]:
+    """Whether early exit has kept the best, and what it lost."""
+    best, other = to_end.best, with_exit.best
+    assert best is not None and other is not None, "no trial has a finite loss"
+    value, other_value = to_end.value(best), with_exit.value(other)
+    assert value is not None and other_value is not None
+    return {
         "best": best.name,
         "best_loss": value,
-        "best_loss_early_exit": value_exit,
-        "regret": (value_exit - value) / value,
-        "fates": dict(
-            Counter(
-                t.verdict.rule if t.verdict else t.phase.value
-                for t in with_exit.state.trials.values()
-            )
-        ),
-        "difference": difference(to_end.best_losses, plain.best_losses, best.name),
+        "best_early_exit": other.name,
+        "best_loss_early_exit": other_value,
+        "regret": (other_value - value) / value,
     }
+
+
+def fates(state: StudyState) -> dict[str, int]:
+    every = state.trials.values()
+    return dict(Counter(t.verdict.rule if t.verdict else t.phase.value for t in every))
 
 
 def difference(ours: dict[str, float], others: dict[str, float], best: str) -> dict[str, object]:
@@ -531,8 +546,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             warm_up(sweep, model, peft, budget)
             warm_s = before - found.left
             found.say(f"{sweep.name}: warm after {warm_s:.1f} s")
-            line = measure(sweep, model, peft, budget, found.left / (len(sweeps) - at), found)
-            lines.append({**line, "warm_up_s": round(warm_s, 1)})
+            line: dict[str, object] = {
+                "dataset": sweep.name,
+                "train_rows": len(sweep.train),
+                "train_tokens": sum(map(len, sweep.train)),
+                "trials": len(sweep.jobs),
+                "warm_up_s": round(warm_s, 1),
+            }
+            lines.append(line)
+            share = found.left / (len(sweeps) - at)
+            measure(sweep, model, peft, budget, share, found, line)
             table(lines, found)
 
 
