@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import time
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
@@ -20,6 +22,7 @@ from tlora.core.errors import SpecError
 from tlora.runtime.sweeps import running, winning
 from tlora.runtime.sweeps import tune as tune_module
 from tlora.runtime.sweeps.view import View
+from tlora.runtime.writing import Writer
 from tlora.store.study import StudyLog
 from tlora.training.driver import JobDriver
 from tlora.training.engine import Engine
@@ -116,6 +119,24 @@ def test_every_exit_names_its_rule_and_numbers(swept):
             result = json.loads((swept / each["name"] / "result.json").read_text())
             assert (result["status"], result["reason"]) == ("stopped_early", each["reason"])
             assert (swept / str(result["best_adapter"]) / "adapter_config.json").is_file()
+
+
+def test_a_result_names_the_best_adapter_of_a_slow_disk(base, rows, tmp_path, monkeypatch):
+    """Given up while it waited, with its best adapter still on its way: the result waits for it."""
+    real = Writer.submit
+
+    def slow(self, order):
+        real(self, replace(order, write=lambda: (time.sleep(0.05), order.write())))
+
+    monkeypatch.setattr(Writer, "submit", slow)
+    file = sweep_file(base, rows, exact=False, search={"max_parallel": None})
+    file["search"]["space"] = {"train.learning_rate": [1e-5, 1e-3, 1e-2, 3e-2]}
+    study = tlora.tune(tlora.load_sweep(file), output=tmp_path / "run", view=lines())
+    given_up = [trial.name for trial in study.trials if trial.rule == "underperforming"]
+    assert len(given_up) == 3
+    for name in given_up:
+        result = json.loads((tmp_path / "run" / name / "result.json").read_text())
+        assert result["best_adapter"] == f"{name}/best"
 
 
 def test_the_winner_trains_alone_to_the_same_bits(swept, tmp_path):

@@ -126,6 +126,8 @@ class SweepRunner(Course):
             case Exit(verdict=verdict):
                 driver = self._drivers.pop(verdict.trial, None)
                 if driver is None:
+                    # Its best adapter, which the result names, may still be on its way to the disk.
+                    self.recorder.save([])
                     self.write_result(self.state.trials[verdict.trial], self.recorder.directory)
                 else:
                     self._leave(driver, str(verdict))
