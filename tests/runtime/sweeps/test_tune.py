@@ -541,6 +541,28 @@ def test_a_crash_before_an_end_is_told_attaches_nobody_twice(base, rows, tmp_pat
     assert sorted(ends) == ["t-00", "t-01", "t-02"]
 
 
+def test_preference_jobs_are_swept_by_their_accuracy(base, tmp_path):
+    """Betas are compared by which answer is preferred; the rules see the accuracy of every
+    evaluation, and the best trial has the highest of the last ones."""
+    path = tmp_path / "pairs.jsonl"
+    pairs = [
+        {"prompt": f"w{at} w1", "chosen": f"w{at % 5} w2", "rejected": f"w{at % 7} w3"}
+        for at in range(20)
+    ]
+    path.write_text("\n".join(json.dumps(pair) for pair in pairs) + "\n")
+    file = sweep_file(base, path, exact=False, search={"max_parallel": None})
+    file["defaults"]["train"] |= {"loss": "dpo", "learning_rate": 1e-3}
+    file["search"] |= {
+        "space": {"train.beta": [0.05, 0.1, 0.5, 1.0]},
+        "objective": {"metric": "eval_accuracy", "mode": "max"},
+    }
+    study = tlora.tune(tlora.load_sweep(file), output=tmp_path / "run", view=lines())
+    told = [turn.event for turn in log_of(tmp_path / "run") if isinstance(turn.event, Evaluated)]
+    assert told and all(0 <= each.metrics["eval_accuracy"] <= 1 for each in told)
+    assert study.best is not None and study.winner is not None
+    assert study.best.value == max(trial.value for trial in study.trials if trial.value is not None)
+
+
 def test_the_curves_of_a_whole_sweep_tell_what_a_rule_would_have_done(base, rows, swept, tmp_path):
     """The real sweep with early exit, two at a time, gave up the same trials on the same numbers as
     the curves of one without, brought through the rule again."""
