@@ -35,6 +35,10 @@ def searching(**changes: Any) -> dict[str, Any]:
     return tree(search={**yaml.safe_load(FILE)["search"], **changes})
 
 
+def without(*names: str) -> dict[str, Any]:
+    return {name: value for name, value in tree().items() if name not in names}
+
+
 def test_a_sweep_file_is_read_with_every_spelling(tmp_path: Path) -> None:
     """Texts become the fields' own types, aliases their canonical names."""
     path = tmp_path / "sweep.yaml"
@@ -105,6 +109,43 @@ WRONG = {
         "train.min_lr_rate",
         "try it too",
     ),
+    "a share of what is tried, in a list of tasks": (
+        {
+            **without("task"),
+            "tasks": [
+                {
+                    "name": "sql",
+                    "data": "org/rows",
+                    "train": {"lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
+                }
+            ],
+        },
+        "train.min_lr_rate",
+        "try it too",
+    ),
+    "a length": (searching(space={"max_length": [64, 128]}), None, "on other ones; set it in the"),
+    "long rows": (searching(space={"train.over_length": ["drop", "truncate"]}), None, "other ones"),
+    "a loss": (searching(space={"train.loss": ["sum", "dpo"]}), None, "another one for each"),
+    "a step of no whole numbers": (
+        searching(space={"lr": {"log": [1e-4, 1e-2], "step": 2}}),
+        "search.space.lr",
+        "step does nothing beside log",
+    ),
+    "a step of values": (
+        searching(space={"lora.r": {"values": [2, 4], "step": 2}}),
+        None,
+        "step does nothing beside values",
+    ),
+    "points of values": (
+        searching(space={"lora.r": {"values": [2, 4], "points": 2}}),
+        "search.space.lora.r",
+        "points does nothing",
+    ),
+    "points of no grid": (
+        searching(space={"lr": {"log": [1e-4, 1e-2], "points": 3}}, sampler="random"),
+        "search.space.train.learning_rate",
+        "does nothing with sampler random",
+    ),
 }
 
 
@@ -116,6 +157,43 @@ def test_what_is_wrong_is_named(what: str) -> None:
         load_sweep(file)
     assert words in str(caught.value)
     assert field is None or caught.value.field == field
+
+
+def pairs_sweep(field: str, metric: str) -> dict[str, Any]:
+    """Preference jobs that differ in one field."""
+    objective = {"metric": metric, "mode": "min" if metric == "eval_loss" else "max"}
+    file = searching(space={field: [0.1, 0.3]}, objective=objective)
+    file["task"] = {**file["task"], "train": {"loss": "dpo"}}
+    return file
+
+
+@pytest.mark.parametrize("field", ["train.beta", "train.label_smoothing"])
+def test_what_scales_the_loss_of_pairs_is_tried_by_accuracy_alone(field: str) -> None:
+    """Loss and margin of another beta say nothing; which answer is preferred does."""
+    for metric in ("eval_loss", "eval_margin"):
+        with pytest.raises(SpecError, match=f"by {metric}.*eval_accuracy") as caught:
+            load_sweep(pairs_sweep(field, metric))
+        assert caught.value.field == f"search.space.{field}"
+    assert load_sweep(pairs_sweep(field, "eval_accuracy")).search.space[0].field == field
+    overridden = ["search.objective.metric=eval_accuracy", "search.objective.mode=max"]
+    assert load_sweep(pairs_sweep(field, "eval_loss"), overridden).search.space
+    back = ["search.objective.metric=eval_loss", "search.objective.mode=min"]
+    with pytest.raises(SpecError, match="cannot be tried by eval_loss"):
+        load_sweep(pairs_sweep(field, "eval_accuracy"), back)
+
+
+def test_a_share_of_the_learning_rate_is_found_wherever_it_is_written() -> None:
+    """In an override, too; one that a min_lr lies over is none any more, and where the rate is not
+    tried it means what it says."""
+    with pytest.raises(SpecError, match="try it too"):
+        load_sweep(tree(), ["train.min_lr_rate=0.1"])
+    with pytest.raises(SpecError, match="try it too"):
+        load_sweep(tree(), ["defaults.train.min_lr_rate=0.1"])
+    shared = tree(defaults={"min_lr_rate": 0.1, "eval": {"split": 4}})
+    assert load_sweep(shared, ["train.min_lr=1e-6"]).task.train.min_lr == 1e-6
+    alone = {**shared, "search": {"space": {"lora.r": [2, 4]}}}
+    task = load_sweep(alone).task
+    assert task.train.min_lr == pytest.approx(0.1 * task.train.learning_rate)
 
 
 def test_everything_wrong_is_told_at_once() -> None:

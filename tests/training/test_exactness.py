@@ -6,7 +6,14 @@ from support.models import SUPPORTED, super_model, tiny_model
 
 from tlora.core.errors import SpecError
 from tlora.model.super_model import SuperModel
-from tlora.training.exactness import arrangements, check_whole_model, make_subjects, prove_exact
+from tlora.training import exactness
+from tlora.training.exactness import (
+    Subject,
+    arrangements,
+    check_whole_model,
+    make_subjects,
+    prove_exact,
+)
 
 ROWS = 101
 SIZES = {"ranks": (1, 5, 8), "lengths": (3, 11, 29)}
@@ -97,6 +104,24 @@ def test_a_tiny_nano_batch_is_no_obstacle() -> None:
     for rows in (1, 8):
         proof = prove_exact(exact_model(), rows, ranks=(2,), lengths=(8,))
         assert proof.num_rows == rows and proof.products > 1 and not proof.tiled
+
+
+def test_more_ranks_than_have_room_are_tried_one_group_after_another(monkeypatch) -> None:
+    """Twelve in a nano-batch that holds three at a time: nothing is taken for shown that was not
+    tried; at once the last ones would have been left out."""
+    tried: set[int] = set()
+
+    def noted(*args: object) -> list[Subject]:
+        subjects = make_subjects(*args)  # type: ignore[arg-type]
+        tried.update(len(next(iter(subject.weights.values())).a) for subject in subjects)
+        return subjects
+
+    monkeypatch.setattr(exactness, "make_subjects", noted)
+    ranks, model = range(1, 13), exact_model()
+    prove_exact(model, ROWS, ranks=ranks, lengths=(3, 11, 29))
+    assert tried == set(ranks)
+    at_once = make_subjects(model, ROWS, ranks, (3, 11, 29), np.random.default_rng(0))
+    assert len(at_once) < len(ranks)
 
 
 @pytest.mark.parametrize("lengths", [(100, 300, 900), (500, 700, 900), (5,)])

@@ -210,6 +210,30 @@ def test_a_base_that_gives_no_number_fails_the_job_by_the_row(monkeypatch) -> No
     assert witness.reasons["neighbour"] is None
 
 
+def test_a_job_that_finds_a_reference_that_is_no_number_names_the_base(monkeypatch) -> None:
+    """The pass was another job's: its own loss is no number either, and no learning rate is to
+    blame; where the base gives numbers and the adapter none, the learning rate is."""
+    bad = pairs(9, 1)[0]
+    engine = Engine(super_model(), budget_tokens=512)
+    losses = engine.super_model.token_losses
+
+    def poisoned(batch):
+        found = losses(batch).clone()
+        for segment in batch.segments:
+            if segment.job == "":
+                found[segment.targets] = float("nan")
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.super_model, "token_losses", poisoned)
+        run(JobDriver(preference_spec("first"), [bad]), engine=engine)
+    witness = run(JobDriver(preference_spec("second"), [bad]), engine=engine)
+    assert witness.reasons["second"] == "the base model's own loss is no number (rows pairs:0)"
+    wild = JobDriver(preference_spec("wild", learning_rate=1e38), pairs(3, 8))
+    reason = run(wild, engine=Engine(super_model(), budget_tokens=512)).reasons["wild"]
+    assert reason is not None and "lower learning rate" in reason
+
+
 def test_rows_of_the_wrong_kind_are_refused() -> None:
     engine = Engine(super_model(), budget_tokens=128)
     model = engine.super_model

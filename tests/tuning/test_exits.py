@@ -1,6 +1,7 @@
 """Rules of early exit on recorded curves, with answers computed by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -100,6 +101,60 @@ def test_a_trial_that_still_gets_better_may_be_spared() -> None:
     assert overfitting("t", falling, ALTO) is not None
     assert overfitting("t", falling, spared) is None
     assert overfitting("t", PARTING, spared) is not None
+
+
+def pairs(train: list[float], held_out: list[float], accuracy: list[float]) -> History:
+    """The history of a preference job."""
+    found = history(train, held_out)
+    told = zip(found.evaluations, accuracy, strict=True)
+    return History(
+        found.total_steps,
+        tuple(replace(one, metrics={**one.metrics, "eval_accuracy": part}) for one, part in told),
+    )
+
+
+# DPO from log 2: a trial that learns. Training loss 0.69, 0.4, 0.2, 0.1, smoothed 0.69, 0.603,
+# 0.482, 0.367; held-out 0.69, 0.6, 0.56, 0.55: gaps to it 0, -0.005, 0.16, 0.50.
+LEARNING = pairs([0.69, 0.4, 0.2, 0.1], [0.69, 0.6, 0.56, 0.55], [0.5, 0.7, 0.75, 0.8])
+
+
+def judged(found: History, spec: EarlyExitSpec = ALTO) -> Verdict | None:
+    return rule_of(spec, LESS).judge("t", {"t": found})
+
+
+def test_pairs_that_are_still_learnt_are_not_overfitted() -> None:
+    """By the losses alone the trial would go at the fourth evaluation, of the gaps 0.16 and 0.50;
+    its held-out loss has never been lower, and its accuracy never higher."""
+    assert judged(LEARNING) is None
+    by_losses = judged(LEARNING, EarlyExitSpec(watch_accuracy=False))
+    assert by_losses is not None and by_losses.rule == "overfitting"
+    assert by_losses.numbers["gap"] == pytest.approx(0.55 / 0.3674 - 1, abs=1e-3)
+
+
+def test_pairs_are_overfitted_when_loss_has_left_its_lowest_and_accuracy_has_not_grown() -> None:
+    """Lowest 0.5 at step 10; then 0.56 and 0.6, 12 and 20 % above it, with accuracies of 0.7 and
+    0.65 against 0.7 there. With 0.71 once, or 0.549 (9.8 %) once, it goes on."""
+    train = [0.6, 0.3, 0.1, 0.05]
+    verdict = judged(pairs(train, [0.65, 0.5, 0.56, 0.6], [0.6, 0.7, 0.7, 0.65]))
+    assert verdict is not None and (verdict.rule, verdict.step) == ("overfitting", 20)
+    assert verdict.numbers["gap"] == pytest.approx(0.2)
+    assert (verdict.numbers["best_step"], verdict.numbers["best_accuracy"]) == (10, 0.7)
+    assert "accuracy is 65%, no better than 70% there" in str(verdict)
+    assert judged(pairs(train, [0.65, 0.5, 0.56, 0.6], [0.6, 0.7, 0.71, 0.65])) is None
+    assert judged(pairs(train, [0.65, 0.5, 0.549, 0.6], [0.6, 0.7, 0.7, 0.65])) is None
+    assert judged(pairs(train[:3], [0.65, 0.5, 0.56], [0.6, 0.7, 0.7])) is None
+
+
+def test_pairs_diverge_when_losses_rise_and_accuracy_does_not() -> None:
+    """The losses of RISING, over whose last three evaluations accuracy goes from 0.6 to 0.55; if it
+    goes to 0.65, the adapter learns, and is only surer of what it gets wrong."""
+    train = [each.train_loss for each in RISING.evaluations]
+    held_out = [each.eval_loss for each in RISING.evaluations]
+    verdict = judged(pairs(train, held_out, [0.7, 0.6, 0.6, 0.55]))
+    assert verdict is not None and verdict.rule == "diverging"
+    assert (verdict.numbers["accuracy_before"], verdict.numbers["accuracy"]) == (0.6, 0.55)
+    wide = EarlyExitSpec(overfitting_gap=9.0)
+    assert judged(pairs(train, held_out, [0.7, 0.6, 0.6, 0.65]), wide) is None
 
 
 def test_a_training_loss_of_zero_is_overfitted() -> None:

@@ -1,5 +1,6 @@
 """The course of a sweep: everybody is warmed up, nobody is lost or run twice, memory is kept to."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hypothesis import given, settings
@@ -25,9 +26,10 @@ from tlora.tuning.events import (
     event_of_json,
 )
 from tlora.tuning.exits import rule_of
-from tlora.tuning.study import Limits, Phase, StudyState, replayed
+from tlora.tuning.study import AHEAD, Limits, Phase, StudyState, replayed
 
 TOTAL = 40
+LESS = ObjectiveSpec()
 
 
 def plan(name: str, *, size: float = 1.0, batch: int = 1, parent: str | None = None) -> TrialPlan:
@@ -304,3 +306,72 @@ def test_people_who_interfere_lose_nothing_either(trials, method, room, data):
     assert all(steps <= TOTAL for steps in world.trained.values())
     again = state_of(method, room_bytes=room)
     assert replayed(again, world.log) == world.decided
+
+
+def test_a_sampler_is_not_asked_for_all_before_it_has_heard_of_any() -> None:
+    """Room for everybody: eight are asked for, and then one for each that has warmed up; without a
+    warm-up, for each that has ended."""
+    for early_exit in (EarlyExitSpec(), EarlyExitSpec(method="none")):
+        state = StudyState(rule_of(early_exit, ObjectiveSpec()), ObjectiveSpec())
+        curves = {f"t{at}": float(at) for at in range(12)}
+        world, asked = World(state, curves), iter(curves)
+
+        def fill(world: World, asked: Iterator[str]) -> int:
+            count = 0
+            while world.state.has_room_for_more:
+                world.tell(Added((plan(next(asked)),)))
+                count += 1
+            return count
+
+        assert fill(world, asked) == AHEAD == 8
+        world.turn("t0")
+        assert fill(world, asked) == (1 if early_exit.method == "alto" else 0)
+        while "t1" in world.attached:
+            world.turn("t1")
+        assert fill(world, asked) == 1
+
+
+def asha_log() -> list[Event]:
+    """Five trials, good and bad ones in turn."""
+    state = StudyState(rule_of(EarlyExitSpec(method="asha", reduction=2), LESS), LESS)
+    curves = {f"t{at}": tends_to for at, tends_to in enumerate((3.0, 5.0, 1.0, 4.0, 2.0))}
+    return world_of(state, [plan(name) for name in curves], curves).run().log
+
+
+def asha_decisions(events: list[Event], cut: int) -> list[list[Action]]:
+    """Those of a study that was stopped at `cut` and replayed."""
+    again = StudyState(rule_of(EarlyExitSpec(method="asha", reduction=2), LESS), LESS)
+    stored = [event_of_json(as_json(event)) for event in events[:cut]]
+    return replayed(again, stored) + replayed(again, events[cut:])
+
+
+def test_asha_goes_on_in_the_order_of_the_log() -> None:
+    """Who came first to a rung decides: wherever a sweep is stopped, replaying its log and going on
+    gives the decisions of the undisturbed one; the same events with the best trial first give
+    others."""
+    events = asha_log()
+    expected = asha_decisions(events, 0)
+    exits = [a.trial for actions in expected for a in actions if isinstance(a, Exit)]
+    assert exits, "the rule has something to decide"
+    for cut in range(1, len(events)):
+        assert asha_decisions(events, cut) == expected
+    first, told = events[:2], events[2:]
+    other = first + sorted(told, key=lambda e: getattr(e, "trial", ""), reverse=True)
+    found = [
+        a.trial for actions in asha_decisions(other, 0) for a in actions if isinstance(a, Exit)
+    ]
+    assert found != exits
+
+
+def test_a_trial_that_comes_when_the_budget_is_spent_says_so() -> None:
+    """As the others that the budget ended: the rule, what was spent, and of how much."""
+    state = state_of(tokens=15)
+    world = World(state, {"a": 1.0, "b": 1.0})
+    world.tell(Added((plan("a"),)))
+    world.turn("a")
+    world.tell(Added((plan("b"),)))
+    for name in "ab":
+        verdict = state.trials[name].verdict
+        assert verdict is not None and verdict.rule == "budget"
+        assert verdict.numbers == {"spent": 20, "limit": 15}
+        assert "has used 20 tokens of the 15 it was given" in str(state.trials[name].reason)

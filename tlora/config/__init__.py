@@ -6,6 +6,7 @@ from tlora.config.plans import dump_plan, load_plan
 from tlora.config.schema import json_schema
 from tlora.config.sweep_schema import sweep_schema
 from tlora.config.sweeps import load_sweep
+from tlora.config.tasks import load_tasks
 
 __all__ = [
     "changed_fields",
@@ -15,6 +16,7 @@ __all__ = [
     "load_plan",
     "load_spec",
     "load_sweep",
+    "load_tasks",
     "resolved",
     "sweep_schema",
 ]

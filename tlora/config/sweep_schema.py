@@ -27,7 +27,7 @@ def sweep_schema() -> Tree:
     properties = dict(cast(dict[str, Tree], schema["properties"]))
     task = cast(Tree, properties.pop("jobs")["items"])
     properties["task"] = {**task, "description": "What every trial is, but for the space."}
-    properties["tasks"] = {"type": "array", "items": task, "minItems": 1, "maxItems": 1}
+    properties["tasks"] = {"type": "array", "items": task, "minItems": 1}
     search = section_of(SearchSpec)
     inner = cast(dict[str, Tree], search["properties"])
     inner["space"] = space_schema()
@@ -41,7 +41,8 @@ def sweep_schema() -> Tree:
         "title": "tlora sweep file",
         "description": "Many settings of one LoRA job, tried together on one frozen base model.",
         "properties": properties,
-        "required": ["base", "task", "search"],
+        "required": ["base", "search"],
+        "oneOf": [{"required": ["task"]}, {"required": ["tasks"]}],
     }
 
 

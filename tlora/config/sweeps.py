@@ -8,6 +8,7 @@ job, under any of their spellings; their values are read as the fields' own type
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any, cast
 
 from tlora.config.building import build
@@ -22,14 +23,22 @@ from tlora.config.fields import (
     short,
     usual_word,
 )
-from tlora.config.layers import Entry, Fault, Layer, Place, entries, merge, read_layer
-from tlora.config.loading import Problems, load_document
+from tlora.config.layers import Fault, Layer, Place, entries, merge, read_layer
+from tlora.config.loading import Problems, laid_over, load_document, read_layers
 from tlora.config.overrides import nest
 from tlora.config.reading import Document, parse_yaml, read_source
 from tlora.config.values import Tree, alternatives, convert, is_list, is_tree, shown
 from tlora.core.errors import SpecError
 from tlora.core.job import RunSpec
-from tlora.core.sweep import AxisSpec, EarlyExitSpec, Kind, SearchSpec, SweepSpec, When
+from tlora.core.sweep import (
+    MEASURE,
+    AxisSpec,
+    EarlyExitSpec,
+    Kind,
+    SearchSpec,
+    SweepSpec,
+    When,
+)
 
 SPACE = "search.space"
 RANGES = ("uniform", "log", "integer")
@@ -40,6 +49,7 @@ FIXED = {
     "eval": "all trials of a sweep are evaluated alike",
     "save": "it changes nothing that is learnt",
     "init_from": "all trials of a sweep start alike",
+    **{name: f"{why}; set it in the task" for name, why in MEASURE.items()},
 }
 """Fields and sections that trials do not differ in."""
 
@@ -72,23 +82,25 @@ def load_sweep(
     source: str | os.PathLike[str] | Mapping[str, object], overrides: Sequence[str] = ()
 ) -> SweepSpec:
     """The sweep that a YAML or JSON file, or a mapping, asks for. Raises as `load_spec` does."""
-    document = read_source(source)
+    return sweep_of(read_source(source), overrides)
+
+
+def sweep_of(document: Document, overrides: Sequence[str] = ()) -> SweepSpec:
     problems = Problems()
     own = [text for text in overrides if re.split(r"[.=]", text)[0].strip() in SWEEP_KEYS]
-    run = load_task(document, [text for text in overrides if text not in own], problems)
+    others = [text for text in overrides if text not in own]
+    run = load_task(document, others, problems)
     settings = read_settings(document.tree, own, problems)
     space = read_space(document.tree, problems)
-    refuse_min_lr_rate(document.tree, space, problems)
+    refuse_min_lr_rate(document.tree, others, space, problems)
     # A space that cannot be read is not empty too.
     search = built(SearchSpec, settings, "search", problems, space=space or stand_in(problems))
     exits = built(EarlyExitSpec, settings, "early_exit", problems)
     problems.raise_if_any()
     assert run is not None and search is not None and exits is not None
-    task = run.jobs[0]
-    refuse_other_splits(space, run)
     return SweepSpec(
         base=run.base,
-        task=task,
+        task=run.jobs[0],
         search=search,
         early_exit=exits,
         engine=run.engine,
@@ -110,7 +122,7 @@ def load_task(document: Document, overrides: Sequence[str], problems: Problems) 
         )
     tasks = tree["tasks"] if "tasks" in tree else [tree.get("task")]
     if not is_list(tasks) or len(tasks) != 1 or ("task" in tree and "tasks" in tree):
-        problems.add(SpecError("give one task; several are not run together yet", field="tasks"))
+        problems.add(SpecError("give one task here; load_tasks reads several", field="tasks"))
         return None
     task = tasks[0]
     if not is_tree(task):
@@ -121,25 +133,20 @@ def load_task(document: Document, overrides: Sequence[str], problems: Problems) 
     return load_document(Document({**rest, "jobs": [task]}, document.folder), overrides, problems)
 
 
-def refuse_min_lr_rate(tree: Tree, space: Sequence[AxisSpec], problems: Problems) -> None:
-    """It is a share of the learning rate, and would be taken of the task's own for all trials."""
+def refuse_min_lr_rate(
+    tree: Tree, overrides: Sequence[str], space: Sequence[AxisSpec], problems: Problems
+) -> None:
+    """It is a share of the learning rate, and would be taken of the task's own for all trials.
+    Wherever it was written: what counts is the task with all that is laid under and over it."""
     if all(axis.field != "train.learning_rate" for axis in space):
         return
-    for raw in (tree.get("defaults"), tree.get("task")):
-        written = entries(raw, JOB) if is_tree(raw) else ()
-        if any(isinstance(each, Entry) and each.name == MIN_LR_RATE for each in written):
+    tasks = tree["tasks"] if "tasks" in tree else [tree.get("task")]
+    as_jobs: Tree = {"defaults": tree.get("defaults"), "jobs": tasks}
+    # What else is wrong with them has been told.
+    for stack in read_layers(as_jobs, overrides, Problems()).stacks:
+        if MIN_LR_RATE in reduce(laid_over, stack.layers).values:
             message = "is a share of learning_rate, which is tried; give min_lr, or try it too"
             problems.add(SpecError(message, field=MIN_LR_RATE))
-
-
-def refuse_other_splits(space: Sequence[AxisSpec], run: RunSpec) -> None:
-    task = run.jobs[0]
-    if task.data.eval_path is None and any(axis.field == "train.seed" for axis in space):
-        raise SpecError(
-            "the seed also chooses which rows eval.split holds out, so that trials could not be "
-            "compared; name held-out rows in data.eval_path",
-            field=f"{SPACE}.train.seed",
-        )
 
 
 def read_settings(tree: Tree, overrides: Sequence[str], problems: Problems) -> Layer:
@@ -221,6 +228,10 @@ def read_axis(key: str, raw: object) -> AxisSpec:
         raise SpecError(f"must have one of {', '.join(('values', *RANGES))}")
     kind = cast(Kind, kinds[0])
     when = read_conditions(raw.get("when"))
+    if "step" in raw and kind != "integer":
+        raise SpecError(f"step does nothing beside {kind}; it is of {{integer: [low, high]}}")
+    if "points" in raw and kind == "values":
+        raise SpecError("points does nothing beside values, which are all tried; take it out")
     if kind == "values":
         values = raw["values"]
         if not is_list(values):

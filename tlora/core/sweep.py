@@ -18,6 +18,19 @@ preferred, and by how much."""
 OF_PAIRS = ("eval_accuracy", "eval_margin")
 HELD_OUT = ("eval_loss", *OF_PAIRS)
 
+MEASURE = {
+    "train.loss": "the loss that trials are compared by would be another one for each",
+    "train.max_length": "it cuts or drops held-out rows too: each would be measured on other ones",
+    "train.over_length": "it cuts or drops held-out rows too: each would be measured on other ones",
+}
+"""Fields that change what every objective measures, and how."""
+
+SCALES = {
+    "train.beta": "it scales loss and margin, so that a small one looks better or worse by itself",
+    "train.label_smoothing": "it raises the loss of the same answers",
+}
+"""Of preference jobs: what is measured by accuracy is the same under any of these."""
+
 Kind = Literal["values", "uniform", "log", "integer"]
 Method = Literal["alto", "asha", "median", "none"]
 Params = dict[str, Any]
@@ -151,6 +164,12 @@ class SearchSpec:
             "search.trials",
             f"is required with sampler {self.sampler}: how many are to be tried",
         )
+        for axis in self.space:
+            require(
+                axis.points is None or self.sampler == "grid",
+                f"search.space.{axis.field}",
+                f"points lays out a grid and does nothing with sampler {self.sampler}; take it out",
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,6 +208,11 @@ class EarlyExitSpec:
     overfitting_past_best: bool = False
     """alto: only once the held-out loss has been lower before. Not in the published rule, which
     may give up a trial that still gets better."""
+
+    watch_accuracy: bool = True
+    """alto, of preference jobs: a trial whose accuracy on held-out pairs still gets better is
+    neither diverging nor overfitting, and the gap is taken to its own lowest held-out loss; false:
+    by the losses alone, as published."""
 
     reduction: int = 4
     """asha: of the trials that reach a rung, one in so many goes on."""
@@ -261,6 +285,27 @@ class SweepSpec:
                 "data.eval_path",
                 job=self.task.name,
                 field="eval.split",
+            )
+
+        for axis in self.search.space:
+            self.check_comparable(axis.field, at=f"search.space.{axis.field}")
+
+    def check_comparable(self, name: str, *, at: str) -> None:
+        """Raises SpecError, naming `at`, for a field of a job in which trials may not differ, for
+        their values of the objective would say nothing about which one is the better."""
+        if name in MEASURE:
+            raise SpecError(f"cannot be tried: {MEASURE[name]}; set it in the task", field=at)
+        if name in SCALES and self.search.objective.metric != "eval_accuracy":
+            raise SpecError(
+                f"cannot be tried by {self.search.objective.metric}: {SCALES[name]}; set it in the "
+                "task, or search.objective to {metric: eval_accuracy, mode: max}",
+                field=at,
+            )
+        if name == "train.seed" and self.task.data.eval_path is None:
+            raise SpecError(
+                "the seed also chooses which rows eval.split holds out, so that trials could not "
+                "be compared; name held-out rows in data.eval_path",
+                field=at,
             )
 
     def run(self, jobs: tuple[JobSpec, ...]) -> RunSpec:

@@ -2,6 +2,7 @@
 
 import platform
 import time
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -188,14 +189,19 @@ def adapter_start(job: JobSpec, model: SuperModel) -> AdapterWeights:
 
 
 def show_exact(
-    model: SuperModel, spec: RunSpec, data: dict[str, PreparedData], budget: int
+    model: SuperModel,
+    spec: RunSpec,
+    data: dict[str, PreparedData],
+    budget: int,
+    *,
+    ranks: Collection[int] = (),
 ) -> Exactness:
-    """On the jobs' own ranks, and lengths from their shortest row to their longest."""
+    """On the jobs' own ranks and these, and lengths from their shortest row to their longest."""
     lengths = np.concatenate([prepared.train.sequence_lengths for prepared in data.values()])
     return prove_exact(
         model,
         budget,
-        ranks={job.lora.r for job in spec.jobs},
+        ranks={*ranks, *(job.lora.r for job in spec.jobs)},
         lengths=[int(length) for length in np.quantile(lengths, (0.0, 0.5, 1.0), method="nearest")],
     )
 

@@ -66,7 +66,7 @@ def plan(tasks: Sequence[Task], gpus: int, *, limit: float = LIMIT) -> Schedule:
     )
     if found is None:
         return greedy
-    exact = _as_early(tasks, gpus, found.starts)
+    exact = as_early(tasks, gpus, found.starts)
     if exact.makespan > greedy.makespan * (1 + 1e-9):
         return greedy
     return Schedule(exact.starts, exact.makespan, "cp-sat", found.optimal)
@@ -104,7 +104,7 @@ def _peak(placed: Sequence[tuple[float, float, int]], begin: float, end: float) 
     return max(sum(gpus for start, stop, gpus in over if start <= at < stop) for at in times)
 
 
-def _as_early(tasks: Sequence[Task], gpus: int, starts: Sequence[float]) -> Schedule:
+def as_early(tasks: Sequence[Task], gpus: int, starts: Sequence[float]) -> Schedule:
     """The same order without what rounding to whole numbers left between tasks."""
     order = sorted(range(len(tasks)), key=lambda i: (not tasks[i].runs, starts[i], tasks[i].name))
     placed: list[tuple[float, float, int]] = []

@@ -2,7 +2,8 @@
 
 Turns are the truth: events, progress and decisions, as the loop gave them. `jobs` is what follows
 from them, kept beside them for whoever asks how a job stands. A sweep has turns of its own, in
-`study`; `requests` is what people ask of a run from another process.
+`study`, each of one of its tasks where it has several; `requests` is what people ask of a run from
+another process.
 """
 
 import sqlite3
@@ -77,6 +78,9 @@ MIGRATIONS = (
         body TEXT NOT NULL,
         answer TEXT
     );
+    """,
+    """
+    ALTER TABLE study ADD COLUMN task TEXT;
     """,
 )
 """Each takes a file from the version of its place to the next."""

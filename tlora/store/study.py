@@ -25,6 +25,8 @@ class StudyTurn:
     time: float
     event: Event
     actions: list[Action]
+    task: str | None = None
+    """Where the sweep has several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +62,15 @@ class StudyLog:
         found = json.loads(row[0]) if row else {}
         return found if found.get("kind") == "sweep" else None
 
-    def append(self, event: Event, actions: Sequence[Action]) -> None:
+    def append(self, event: Event, actions: Sequence[Action], task: str | None = None) -> None:
         body = _text([as_json(action) for action in actions])
         with self._connection as write:
             write.execute(
-                "INSERT INTO study (session, time, kind, trial, event, actions) "
-                "VALUES (?, ?, ?, ?, ?, ?)",
+                "INSERT INTO study (session, time, kind, trial, event, actions, task) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (
                     *(self._session, self._clock(), event.kind, getattr(event, "trial", None)),
-                    *(_text(as_json(event)), body),
+                    *(_text(as_json(event)), body, task),
                 ),
             )
 
@@ -79,9 +81,10 @@ class StudyLog:
                 at,
                 event_of_json(json.loads(event)),
                 [action_of_json(each) for each in json.loads(actions)],
+                task,
             )
-            for session, at, event, actions in self._connection.execute(
-                "SELECT session, time, event, actions FROM study ORDER BY number"
+            for session, at, event, actions, task in self._connection.execute(
+                "SELECT session, time, event, actions, task FROM study ORDER BY number"
             )
         ]
 

@@ -74,6 +74,9 @@ class Batch:
     not_finite: list[str] = field(default_factory=list[str])
     """Where the units came from whose loss was no number."""
 
+    no_reference: list[str] = field(default_factory=list[str])
+    """The same of pairs of which the base model itself makes no number."""
+
     tally: Tally = field(default_factory=Tally)
     """Of the pairs that have come back."""
 
@@ -146,6 +149,9 @@ class Batch:
             return loss
         chosen, rejected = sums
         reference = self.preference.references.of(each.reference)
+        if not math.isfinite(sum(reference)):
+            # Made for another job, or in another batch.
+            self.no_reference.append(each.unit.origin)
         judged = self.preference.dpo.judge((chosen, rejected), reference)
         self.tally.add(judged)
         return judged.loss
@@ -159,14 +165,15 @@ class Batch:
             chosen, rejected = next(sums), next(sums)
             self.preference.references.tell(each.reference, (chosen, rejected))
             if not math.isfinite(chosen + rejected):
-                self.not_finite.append(each.unit.origin)
+                self.no_reference.append(each.unit.origin)
 
     def check_reference(self) -> None:
-        if self.not_finite:
-            rows = _rows(self.not_finite)
+        if self.no_reference:
+            rows = _rows(self.no_reference)
             raise JobFailed(f"the base model's own loss is no number{rows}", job=self.job)
 
     def check_loss(self) -> None:
+        self.check_reference()
         if not math.isfinite(self.loss):
             self._fail(f"the loss is {self.loss}", self.not_finite)
 

@@ -40,6 +40,10 @@ MANY = 2 * MIN_BOUNDARIES
 SHORTEST = 3
 """Tokens of a row that still predicts something behind its prompt."""
 
+ROWS_OF_A_RANK = 32
+"""Of a nano-batch, for each rank that is tried in it: with more ranks there would be no room for
+the last of them, and nothing would be shown of it."""
+
 MIN_ROWS = 6
 """Fewer have no room for two sequences that predict something, and one to move them."""
 
@@ -69,13 +73,18 @@ def prove_exact(
     may be attached. Raises SpecError where it cannot be had."""
     started = time.perf_counter()
     found = settle_products(model, num_rows)
+    at_once = max(1, num_rows // ROWS_OF_A_RANK)
+    wanted = sorted(set(ranks))
+    groups = [wanted[start : start + at_once] for start in range(0, len(wanted), at_once)]
     try:
-        check_whole_model(model, num_rows, ranks=ranks, lengths=lengths)
+        for group in groups:
+            check_whole_model(model, num_rows, ranks=group, lengths=lengths)
     except Exception as error:
         # Not for its bits but for want of a compiler: what runs without one is what is proven.
         if not model.runs_uncompiled(error):
             raise
-        check_whole_model(model, num_rows, ranks=ranks, lengths=lengths)
+        for group in groups:
+            check_whole_model(model, num_rows, ranks=group, lengths=lengths)
     return Exactness(num_rows, found.probed, found.tiled, time.perf_counter() - started)
 
 

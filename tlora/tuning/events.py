@@ -28,6 +28,9 @@ class TrialPlan:
     parent: str | None = None
     """The trial that a person cloned it from; such a one is not part of the warm-up of all."""
 
+    request: int | None = None
+    """The person's request that it answers: asked again after a crash, it is there already."""
+
 
 @dataclass(frozen=True, slots=True)
 class Added(Record):

@@ -7,7 +7,7 @@ comes, without a warm-up of all; `none` gives nobody up.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Protocol
 
@@ -86,7 +86,9 @@ class Alto:
 
     def judge(self, trial: str, histories: Mapping[str, History]) -> Verdict | None:
         history = histories[trial]
-        return diverging(trial, history, self.spec) or overfitting(trial, history, self.spec)
+        rules = PAIRS if is_of_pairs(history) and self.spec.watch_accuracy else LOSSES
+        found = (rule(trial, history, self.spec) for rule in rules)
+        return next((verdict for verdict in found if verdict is not None), None)
 
     def select(self, held: Mapping[str, History], num_trials: int) -> list[Verdict]:
         return underperforming(held, num_trials, self.spec, self.objective)
@@ -153,6 +155,71 @@ def overfitting(trial: str, history: History, spec: EarlyExitSpec) -> Verdict | 
         f"{train[-1]:.4f}, {patience} times in a row above {spec.overfitting_gap:.0%}; the best, "
         f"{held_out[best]:.4f} at step {history.evaluations[best].step}, is kept",
     )
+
+
+def is_of_pairs(history: History) -> bool:
+    """Of a preference job, of which the accuracy on held-out pairs is known."""
+    return all(each.eval_accuracy is not None for each in history.evaluations)
+
+
+def diverging_on_pairs(trial: str, history: History, spec: EarlyExitSpec) -> Verdict | None:
+    """Both losses rise, and the accuracy on held-out pairs does not: a loss that rises because the
+    adapter is surer of the pairs it gets wrong, while it gets more right, is no divergence."""
+    verdict = diverging(trial, history, spec)
+    accuracies = _accuracies(history)
+    reach = spec.diverging_window + spec.diverging_patience - 1
+    if verdict is None or accuracies[-1] > accuracies[-reach]:
+        return None
+    before, after = accuracies[-reach], accuracies[-1]
+    return replace(
+        verdict,
+        numbers={**verdict.numbers, "accuracy_before": before, "accuracy": after},
+        why=f"{verdict.why}, and accuracy went from {before:.0%} to {after:.0%}",
+    )
+
+
+def overfitting_on_pairs(trial: str, history: History, spec: EarlyExitSpec) -> Verdict | None:
+    """Held-out loss is well above its own lowest, several evaluations in a row, and the accuracy is
+    no better than it was there. The training loss of pairs goes to zero in any trial that learns,
+    and says nothing about the others."""
+    patience = spec.overfitting_patience
+    held_out, accuracies = [each.eval_loss for each in history.evaluations], _accuracies(history)
+    best = min(range(len(held_out)), key=lambda at: held_out[at])
+    late = range(len(held_out) - patience, len(held_out))
+    if late[0] <= best:
+        return None
+    gaps = [_gap(held_out[best], held_out[at]) for at in late]
+    better = max(accuracies[at] for at in late) > accuracies[best]
+    if better or any(gap <= spec.overfitting_gap for gap in gaps):
+        return None
+    step = history.evaluations[best].step
+    return Verdict(
+        trial=trial,
+        rule="overfitting",
+        step=history.step,
+        numbers={
+            "gap": gaps[-1],
+            "threshold": spec.overfitting_gap,
+            "times": patience,
+            "eval_loss": held_out[-1],
+            "accuracy": accuracies[-1],
+            "best_eval_loss": held_out[best],
+            "best_accuracy": accuracies[best],
+            "best_step": step,
+        },
+        why=f"held-out loss {held_out[-1]:.4f} is {gaps[-1]:.0%} above its lowest, "
+        f"{held_out[best]:.4f} at step {step}, {patience} times in a row above "
+        f"{spec.overfitting_gap:.0%}, and accuracy is {accuracies[-1]:.0%}, no better than "
+        f"{accuracies[best]:.0%} there; that one is kept",
+    )
+
+
+LOSSES = (diverging, overfitting)
+PAIRS = (diverging_on_pairs, overfitting_on_pairs)
+
+
+def _accuracies(history: History) -> list[float]:
+    return [each.eval_accuracy or 0.0 for each in history.evaluations]
 
 
 def _gap(train: float, held_out: float) -> float:

@@ -26,6 +26,12 @@ class Evaluation:
     def eval_loss(self) -> float:
         return float(self.metrics["eval_loss"])
 
+    @property
+    def eval_accuracy(self) -> float | None:
+        """Of preference jobs alone."""
+        found = self.metrics.get("eval_accuracy")
+        return None if found is None else float(found)
+
 
 @dataclass(frozen=True, slots=True)
 class History:

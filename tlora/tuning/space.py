@@ -116,6 +116,11 @@ def _is_laid_out(axis: AxisSpec) -> bool:
     return axis.kind == "values" or axis.points is not None
 
 
+def every_value(axis: AxisSpec) -> list[Any]:
+    """Of a list or of whole numbers; other ranges have too many."""
+    return list(_whole(axis)) if axis.kind == "integer" else list(axis.values)
+
+
 def points(axis: AxisSpec, count: int | None) -> list[Any]:
     """Evenly spaced over the range, ends included, on its own scale."""
     if axis.kind == "values":

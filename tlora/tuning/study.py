@@ -51,6 +51,10 @@ class Phase(Enum):
     FAILED = "failed"
 
 
+AHEAD = 8
+"""Trials that a sampler is asked for before it has heard of any: one that learns has nothing to
+learn from until then, and a device with much room would ask for all of them."""
+
 LIVE = (Phase.WAITING, Phase.RUNNING, Phase.HELD, Phase.READY)
 
 
@@ -105,6 +109,9 @@ class StudyState:
     """The rule has chosen among those that warmed up."""
 
     over_budget: bool = False
+    _budget: tuple[str, float, float] = ("tokens", 0.0, 0.0)
+    """What of it was spent, how much, and how much there was."""
+
     _learnt_bytes: float | None = None
     """What was attached when there was no memory for one more."""
 
@@ -126,9 +133,16 @@ class StudyState:
 
     @property
     def has_room_for_more(self) -> bool:
-        """A sampler may be asked for another trial: all that wait have been attached."""
+        """A sampler may be asked for another trial: all that wait have been attached, and it has
+        heard of enough of those it was asked for before."""
         waiting = any(trial.phase is Phase.WAITING for trial in self.trials.values())
-        return not (self.closed or waiting) and self._below_parallel()
+        unheard = sum(self._is_unheard_of(trial) for trial in self.trials.values())
+        return not (self.closed or waiting) and unheard < AHEAD and self._below_parallel()
+
+    def _is_unheard_of(self, trial: Trial) -> bool:
+        """It has no value yet that can be told: that of its warm-up, or of its end."""
+        warm = trial.warmed and self.rule.warmup is not None
+        return trial.live and not warm and trial.plan.parent is None
 
     def value(self, trial: Trial) -> float | None:
         return trial.history.value(self.objective)
@@ -198,7 +212,7 @@ class StudyState:
             )
         # A sweep that has nothing left to spend takes no more, unless a person asks.
         elif self.over_budget and plan.parent is None:
-            trial.phase, trial.reason = Phase.EXITED, "the sweep's budget was spent"
+            self._exit(trial, self._over_budget_verdict(trial))
         self.trials[plan.name] = trial
 
     def _evaluated(self, event: Evaluated) -> list[Action]:
@@ -286,20 +300,22 @@ class StudyState:
 
     def _spent(self, what: str, spent: float, limit: float) -> list[Action]:
         self.over_budget = True
+        self._budget = what, spent, limit
         return [
-            self._exit(
-                trial,
-                Verdict(
-                    trial=trial.name,
-                    rule="budget",
-                    step=trial.step,
-                    numbers={"spent": spent, "limit": limit},
-                    why=f"the sweep has used {spent:,.0f} of {limit:,.0f} {what}",
-                ),
-            )
+            self._exit(trial, self._over_budget_verdict(trial))
             for trial in self.trials.values()
             if trial.live and not trial.kept
         ]
+
+    def _over_budget_verdict(self, trial: Trial) -> Verdict:
+        what, spent, limit = self._budget
+        return Verdict(
+            trial=trial.name,
+            rule="budget",
+            step=trial.step,
+            numbers={"spent": spent, "limit": limit},
+            why=f"the sweep has used {spent:,.0f} {what} of the {limit:,.0f} it was given",
+        )
 
     @property
     def attached_bytes(self) -> float:

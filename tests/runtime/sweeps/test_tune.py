@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import time
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
@@ -20,10 +22,11 @@ from tlora.core.errors import SpecError
 from tlora.runtime.sweeps import running, winning
 from tlora.runtime.sweeps import tune as tune_module
 from tlora.runtime.sweeps.view import View
+from tlora.runtime.writing import Writer
 from tlora.store.study import StudyLog
 from tlora.training.driver import JobDriver
 from tlora.training.engine import Engine
-from tlora.tuning.events import Attach, Evaluated, Exit, Hold
+from tlora.tuning.events import Attach, Completed, Evaluated, Exit, Hold
 from tlora.tuning.rerun import curves_of, plans_of, rerun
 from tlora.tuning.space import sample
 from tlora.tuning.study import StudyState
@@ -116,6 +119,24 @@ def test_every_exit_names_its_rule_and_numbers(swept):
             result = json.loads((swept / each["name"] / "result.json").read_text())
             assert (result["status"], result["reason"]) == ("stopped_early", each["reason"])
             assert (swept / str(result["best_adapter"]) / "adapter_config.json").is_file()
+
+
+def test_a_result_names_the_best_adapter_of_a_slow_disk(base, rows, tmp_path, monkeypatch):
+    """Given up while it waited, with its best adapter still on its way: the result waits for it."""
+    real = Writer.submit
+
+    def slow(self, order):
+        real(self, replace(order, write=lambda: (time.sleep(0.05), order.write())))
+
+    monkeypatch.setattr(Writer, "submit", slow)
+    file = sweep_file(base, rows, exact=False, search={"max_parallel": None})
+    file["search"]["space"] = {"train.learning_rate": [1e-5, 1e-3, 1e-2, 3e-2]}
+    study = tlora.tune(tlora.load_sweep(file), output=tmp_path / "run", view=lines())
+    given_up = [trial.name for trial in study.trials if trial.rule == "underperforming"]
+    assert len(given_up) == 3
+    for name in given_up:
+        result = json.loads((tmp_path / "run" / name / "result.json").read_text())
+        assert result["best_adapter"] == f"{name}/best"
 
 
 def test_the_winner_trains_alone_to_the_same_bits(swept, tmp_path):
@@ -375,6 +396,9 @@ class Chance:
     def tell(self, name: str, value: float | None) -> None:
         self.told[name] = value
 
+    def expect(self, name: str, params: dict[str, Any]) -> None:
+        pass
+
     def remember(self, params: dict[str, Any], value: float) -> None:
         pass
 
@@ -393,6 +417,150 @@ def test_a_sampler_that_decides_as_it_goes_is_asked_when_there_is_room(
     assert [trial.name for trial in study.trials] == [f"t-{at:02}" for at in range(5)]
     assert sorted(trial.status for trial in study.trials) == ["completed"] * 2 + ["exited"] * 3
     assert study.best is not None and Chance.told[study.best.name] == study.best.value
+
+
+def test_a_sampler_hears_of_warm_ups_before_it_is_asked_for_the_rest(
+    base, rows, tmp_path, monkeypatch
+):
+    """With room for all: eight are asked for, the next ones as values come in, none after all."""
+    course: list[str] = []
+
+    class Noted(Chance):
+        def ask(self, name: str) -> dict[str, Any]:
+            course.append("ask")
+            return super().ask(name)
+
+        def tell(self, name: str, value: float | None) -> None:
+            course.append("tell")
+
+    monkeypatch.setattr(tune_module, "OptunaSampler", Noted)
+    monkeypatch.setattr(tune_module, "check_sampler", lambda name: None)
+    search = {"sampler": "tpe", "trials": 11, "max_parallel": None}
+    file = sweep_file(base, rows, exact=False, search=search)
+    file["search"]["space"] = {"train.learning_rate": {"log": [1e-4, 1e-1]}}
+    study = tlora.tune(tlora.load_sweep(file), output=tmp_path / "run", view=lines())
+    assert len(study.trials) == 11 and study.over
+    assert course[:9] == ["ask"] * 8 + ["tell"]
+    unheard = [course[:at].count("ask") - course[:at].count("tell") for at in range(len(course))]
+    assert max(unheard[: len(course) - course[::-1].index("ask")]) <= 8
+
+
+def test_optuna_tunes(base, rows, tmp_path):
+    """Optuna itself, stopped once: every trial is asked for once, and there is a winner."""
+    pytest.importorskip("optuna", reason="an extra: pip install 'tlora[tune]'")
+    search = {"sampler": "tpe", "trials": 10, "max_parallel": None}
+    file = sweep_file(base, rows, exact=False, search=search)
+    file["search"]["space"] = {"lora.r": [2, 4], "train.learning_rate": {"log": [1e-4, 1e-1]}}
+    spec = tlora.load_sweep(file)
+    assert tlora.tune(spec, output=tmp_path / "run", view=StopAfter(6)).interrupted
+    study = tlora.tune(spec, output=tmp_path / "run", view=lines())
+    assert [trial.name for trial in study.trials] == [f"t-{at:02}" for at in range(10)]
+    assert len({str(trial.params) for trial in study.trials}) == 10
+    assert study.winner is not None
+
+
+def test_a_clone_that_a_crash_left_unanswered_is_there_once(base, rows, tmp_path, monkeypatch):
+    """Gone between the log and the answer: the request is answered with the clone that there is,
+    and one that is asked for again is another."""
+    monkeypatch.setattr(running, "LOOK_EVERY_S", 0.0)
+    file = sweep_file(base, rows, exact=False, search={"max_parallel": None})
+    spec, output = tlora.load_sweep(file), tmp_path / "run"
+    with monkeypatch.context() as patch:
+
+        def gone(self, number, text):
+            raise KeyboardInterrupt
+
+        patch.setattr(StudyLog, "answer", gone)
+        view = Asking(output, ("clone", "t-05", {"train.learning_rate": 5e-3}))
+        with pytest.raises(KeyboardInterrupt):
+            tlora.tune(spec, output=output, view=view)
+    again = Asking(output, ("clone", "t-05", {"train.learning_rate": 6e-3}), after=1)
+    study = tlora.tune(spec, output=output, view=again)
+    clones = {t.name: t.params["train.learning_rate"] for t in study.trials if "." in t.name}
+    assert clones == {"t-05.1": 5e-3, "t-05.2": 6e-3}
+    log = StudyLog(output / "state.sqlite")
+    assert [log.answer_to(number) for number in (1, 2)] == [
+        "cloned as t-05.1",
+        "cloned as t-05.2",
+    ]
+    log.close()
+
+
+def test_a_clone_that_could_not_be_compared_is_refused(base, rows, swept, tmp_path):
+    """By what it would change, and with exact isolation by a rank that nothing was shown for; one
+    of a rank that was comes."""
+    output = tmp_path / "run"
+    shutil.copytree(swept, output)
+    log = StudyLog(output / "state.sqlite")
+    wanted = [{"train.seed": 3}, {"train.max_length": 8}, {"lora.r": 3}, {"lora.r": 2}]
+    numbers = [log.request("clone", "t-05", changes) for changes in wanted]
+    log.close()
+    spec = tlora.load_sweep(sweep_file(base, rows))
+    study = tlora.tune(spec, output=output, view=lines())
+    log = StudyLog(output / "state.sqlite")
+    seed, length, rank, known = (str(log.answer_to(number)) for number in numbers)
+    log.close()
+    assert "data.eval_path" in seed and "other ones" in length
+    assert "exact isolation was shown for 2, 4" in rank
+    assert known == "cloned as t-05.1"
+    assert [trial.name for trial in study.trials if "." in trial.name] == ["t-05.1"]
+
+
+def test_a_crash_before_an_end_is_told_attaches_nobody_twice(base, rows, tmp_path, monkeypatch):
+    """A trial's files are on disk and its end is not in the log: going on tells it, which brings
+    the next trial; each of them is attached once, and nobody trains a second time."""
+    file = sweep_file(base, rows, exact=False, early_exit={"method": "none"})
+    file["search"]["space"] = {"train.learning_rate": [1e-4, 1e-3, 1e-2]}
+    spec, output = tlora.load_sweep(file), tmp_path / "run"
+    with monkeypatch.context() as patch:
+        tell = running.SweepRunner.tell
+
+        def cut(self, event):
+            if isinstance(event, Completed):
+                raise KeyboardInterrupt
+            tell(self, event)
+
+        patch.setattr(running.SweepRunner, "tell", cut)
+        with pytest.raises(KeyboardInterrupt):
+            tlora.tune(spec, output=output, view=lines())
+    over = [path.parent.name for path in output.glob("*/result.json")]
+    assert over and not any(isinstance(turn.event, Completed) for turn in log_of(output))
+    attached: list[str] = []
+    real = Engine.attach
+
+    def attach(self, name, *args, **options):
+        attached.append(name)
+        return real(self, name, *args, **options)
+
+    monkeypatch.setattr(Engine, "attach", attach)
+    study = tlora.tune(spec, output=output, view=lines())
+    assert {trial.status for trial in study.trials} == {"completed"}
+    assert "t-02" in attached and len(attached) == len(set(attached))
+    assert not set(over) & set(attached)
+    ends = [turn.event.trial for turn in log_of(output) if isinstance(turn.event, Completed)]
+    assert sorted(ends) == ["t-00", "t-01", "t-02"]
+
+
+def test_preference_jobs_are_swept_by_their_accuracy(base, tmp_path):
+    """Betas are compared by which answer is preferred; the rules see the accuracy of every
+    evaluation, and the best trial has the highest of the last ones."""
+    path = tmp_path / "pairs.jsonl"
+    pairs = [
+        {"prompt": f"w{at} w1", "chosen": f"w{at % 5} w2", "rejected": f"w{at % 7} w3"}
+        for at in range(20)
+    ]
+    path.write_text("\n".join(json.dumps(pair) for pair in pairs) + "\n")
+    file = sweep_file(base, path, exact=False, search={"max_parallel": None})
+    file["defaults"]["train"] |= {"loss": "dpo", "learning_rate": 1e-3}
+    file["search"] |= {
+        "space": {"train.beta": [0.05, 0.1, 0.5, 1.0]},
+        "objective": {"metric": "eval_accuracy", "mode": "max"},
+    }
+    study = tlora.tune(tlora.load_sweep(file), output=tmp_path / "run", view=lines())
+    told = [turn.event for turn in log_of(tmp_path / "run") if isinstance(turn.event, Evaluated)]
+    assert told and all(0 <= each.metrics["eval_accuracy"] <= 1 for each in told)
+    assert study.best is not None and study.winner is not None
+    assert study.best.value == max(trial.value for trial in study.trials if trial.value is not None)
 
 
 def test_the_curves_of_a_whole_sweep_tell_what_a_rule_would_have_done(base, rows, swept, tmp_path):

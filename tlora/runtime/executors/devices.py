@@ -31,8 +31,11 @@ from tlora.runtime.executors.messages import (
     Detach,
     Detached,
     Ended,
+    GiveUp,
+    GoOn,
     Lost,
     Message,
+    NoRoom,
     Ready,
     Stepped,
     Tune,
@@ -186,6 +189,32 @@ class DeviceExecutor:
             case Refuse(job=job):
                 self._forget(job)
 
+    def add(self, request: JobRequest) -> None:
+        """A job that comes later, or again."""
+        self._coming.append(request)
+        self._coming.sort(key=lambda each: each.arrival_s)
+
+    def device_of(self, job: str) -> int | None:
+        """Where it is wanted."""
+        wish = self._wishes.get(job)
+        return None if wish is None else wish.device
+
+    def go_on(self, job: str) -> None:
+        """To one that asked."""
+        if job in self._places:
+            self.devices.send(self._places[job].device, GoOn(job))
+
+    def give_up(self, job: str, reason: str) -> bool:
+        """Ends it where it is; its end is told as that of any. False if it is nowhere."""
+        self._wishes.pop(job, None)
+        place = self._places.get(job)
+        if place is None:
+            return False
+        # It is not sent on, should it have been on its way.
+        place.leaving = True
+        self.devices.send(place.device, GiveUp(job, reason))
+        return True
+
     def close(self) -> None:
         for device, message in self.devices.close():
             self._watch(device, message)
@@ -245,6 +274,9 @@ class DeviceExecutor:
                     self._steps[job] = float(step)
                 self._places.pop(job, None)
                 self._bring(job)
+            case NoRoom(job=job):
+                self._places.pop(job, None)
+                self._wishes.pop(job, None)
             case Ended(job=job, result=result):
                 if job in self._here:
                     self._events.append(_end(now, job, result))

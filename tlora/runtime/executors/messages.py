@@ -43,8 +43,25 @@ class Stop(Record):
     kind: ClassVar[str] = "stop"
 
 
-Command = Attach | Detach | Tune | Stop
-COMMANDS: tuple[type[Command], ...] = (Attach, Detach, Tune, Stop)
+@dataclass(frozen=True, slots=True)
+class GoOn(Record):
+    """To a job that asked: it is not over. If it was told to leave meanwhile, it leaves now."""
+
+    kind: ClassVar[str] = "go_on"
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp(Record):
+    """End the job where it is, checkpointed: it is a result, with this reason."""
+
+    kind: ClassVar[str] = "give_up"
+    job: str
+    reason: str
+
+
+Command = Attach | Detach | Tune | Stop | GoOn | GiveUp
+COMMANDS: tuple[type[Command], ...] = (Attach, Detach, Tune, Stop, GoOn, GiveUp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +123,30 @@ class Evaluated(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class Asked(Record):
+    """A trial was evaluated, and trains no further until it is told to go on or to leave: whoever
+    decides sees every evaluation before the next step."""
+
+    kind: ClassVar[str] = "asked"
+    job: str
+    step: int
+    tokens: int
+    """Trained so far."""
+
+    metrics: dict[str, float]
+    waits: bool = True
+    """False at its end: there is nothing to go on with."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoRoom(Record):
+    """There was no memory for the job beside those that are there."""
+
+    kind: ClassVar[str] = "no_room"
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ended(Record):
     """The job is over and detached; `result` has the fields of its result.json."""
 
@@ -140,20 +181,24 @@ class Lost(Record):
     reason: str
 
 
-Message = Ready | Attached | Detached | Stepped | Evaluated | Ended | Noted | Said | Lost
+Message = (
+    Ready | Attached | Detached | Stepped | Evaluated | Asked | NoRoom | Ended | Noted | Said | Lost
+)
 MESSAGES: tuple[type[Message], ...] = (
     Ready,
     Attached,
     Detached,
     Stepped,
     Evaluated,
+    Asked,
+    NoRoom,
     Ended,
     Noted,
     Said,
     Lost,
 )
 
-URGENT = (Ready, Attached, Detached, Ended, Said)
+URGENT = (Ready, Attached, Detached, Asked, NoRoom, Ended, Said)
 """What the scheduler or a person waits for; the rest may be sent together."""
 
 

@@ -142,6 +142,7 @@ def serve(
     device: str,
     limit_tokens: int | None,
     exact_tokens: int | None,
+    asks: bool,
     threads: int | None,
 ) -> None:
     """The life of a worker process."""
@@ -151,7 +152,7 @@ def serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if threads is not None:
         torch.set_num_threads(threads)
-    settings = WorkerSettings(Path(directory), device, limit_tokens, exact_tokens)
+    settings = WorkerSettings(Path(directory), device, limit_tokens, exact_tokens, asks)
     outbox = _Outbox(connection)
     try:
         worker = Worker(settings, outbox.put)

@@ -17,9 +17,11 @@ from tlora.core.errors import JobFailed, TloraError
 from tlora.core.job import JobSpec, RunSpec
 from tlora.data.prepare import PreparedData, Preparer
 from tlora.model.loading import load_tokenizer
+from tlora.model.memory import is_out_of_memory
 from tlora.runtime.directory import JobResult, RunDirectory
 from tlora.runtime.environment import cache_directory, quieten_libraries
 from tlora.runtime.executors.messages import (
+    Asked,
     Attach,
     Attached,
     Command,
@@ -27,7 +29,10 @@ from tlora.runtime.executors.messages import (
     Detached,
     Ended,
     Evaluated,
+    GiveUp,
+    GoOn,
     Message,
+    NoRoom,
     Noted,
     Ready,
     Said,
@@ -38,9 +43,10 @@ from tlora.runtime.executors.messages import (
 from tlora.runtime.recording import Recorder
 from tlora.runtime.resuming import resumption
 from tlora.runtime.sinks import Sinks
+from tlora.runtime.sweeps.metrics import trial_metrics
 from tlora.runtime.training import adapter_start, enter_job, load_super_model, show_exact
 from tlora.training.compose import Kind
-from tlora.training.driver import JobDriver
+from tlora.training.driver import JobDriver, Status
 from tlora.training.engine import Engine
 from tlora.training.loop import run_jobs
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
@@ -66,6 +72,10 @@ class WorkerSettings:
 
     exact_tokens: int | None = None
     """Set where bits count: every nano-batch has this size, whatever a plan says."""
+
+    asks: bool = False
+    """Jobs are trials of a sweep: each asks after every evaluation whether it is to go on. Of their
+    adapters, only the winner's logits are looked at, in the end."""
 
 
 class Worker:
@@ -93,25 +103,40 @@ class Worker:
             self.engine,
             _ToldProgress(tell),
             Sinks(self.spec.report_to, settings.directory, lambda line: tell(Said((line,)))),
+            looks=not settings.asks,
         )
         if exact is not None:
             # It may put products into tiles, which is done to a model, not to a run.
             show_exact(self.model, self.spec, self._all_data(), exact)
         self.drivers: dict[str, JobDriver] = {}
         self.stopped = False
-        self._watched = _Watched(self.recorder)
+        self._watched = _Asking(self.recorder, tell) if settings.asks else _Watched(self.recorder)
+        self._to_leave: set[str] = set()
+        """Told to while they waited for an answer."""
+
         tell(Ready(time.perf_counter() - started))
 
     @property
     def has_work(self) -> bool:
-        return bool(self.drivers)
+        return any(name not in self._watched.waiting for name in self.drivers)
 
     def obey(self, command: Command) -> None:
         match command:
             case Attach():
                 self._attach(command)
             case Detach(job=name):
-                self._detach(name)
+                if name in self._watched.waiting:
+                    # What it was evaluated at is in nobody's log yet.
+                    self._to_leave.add(name)
+                else:
+                    self._detach(name)
+            case GoOn(job=name):
+                self._watched.waiting.discard(name)
+                if name in self._to_leave:
+                    self._to_leave.discard(name)
+                    self._detach(name)
+            case GiveUp(job=name, reason=reason):
+                self._give_up(name, reason)
             case Tune(bucket=bucket, weights=weights):
                 self._set_bucket(bucket)
                 for name, weight in weights.items():
@@ -123,14 +148,22 @@ class Worker:
 
     def work(self, should_stop: Callable[[], bool]) -> None:
         """Trains until asked to stop between nano-batches, or until no job is left."""
-        drivers = list(self.drivers.values())
+        waiting = self._watched.waiting
+        held = {name: each for name, each in self.drivers.items() if name in waiting}
+        drivers = [each for name, each in self.drivers.items() if name not in waiting]
         try:
-            left = run_jobs(self.engine, drivers, self._watched, should_stop=should_stop)
+            left = run_jobs(
+                self.engine,
+                drivers,
+                self._watched,
+                # One that asks is left out from here on.
+                should_stop=lambda: should_stop() or len(waiting) > len(held),
+            )
         except Exception:
-            self.recorder.rescue(drivers)
+            self.recorder.rescue([*held.values(), *drivers])
             raise
-        self.drivers = {driver.name: driver for driver in left}
-        if not left:
+        self.drivers = held | {driver.name: driver for driver in left}
+        if not self.drivers:
             self._tell_ends()
 
     def close(self) -> None:
@@ -156,7 +189,13 @@ class Worker:
             start = adapter_start(job, self.model) if found.checkpoint is None else {}
             enter_job(driver, found, start, self.recorder)
         except (TloraError, OSError, ValueError, RuntimeError, MemoryError) as error:
-            self._refuse(job, driver, str(error))
+            if self.settings.asks and is_out_of_memory(error) and self.drivers:
+                if job.name in self.engine.jobs:
+                    self.engine.detach(job.name)
+                self.tell(NoRoom(job.name))
+                return
+            what = "out of memory: " if is_out_of_memory(error) else ""
+            self._refuse(job, driver, f"{what}{error}")
             return
         self.recorder.start([driver])
         self.drivers[job.name] = driver
@@ -177,7 +216,7 @@ class Worker:
 
     def _detach(self, name: str) -> None:
         started = time.perf_counter()
-        self.work(lambda: name not in self._watched.partial)
+        self._finish_batch(name)
         driver = self.drivers.pop(name, None)
         if driver is None:
             # Whoever asked must hear of its end first, or would send it on.
@@ -189,6 +228,29 @@ class Worker:
         self.recorder.sinks.close(name, "moved")
         self.directory.event("detached", job=name, step=driver.step)
         self.tell(Detached(name, driver.step, time.perf_counter() - started))
+
+    def _give_up(self, name: str, reason: str) -> None:
+        """Whole: a person may want it to go on. Its best adapter is on disk."""
+        self._watched.waiting.discard(name)
+        self._to_leave.discard(name)
+        self._finish_batch(name)
+        driver = self.drivers.pop(name, None)
+        if driver is None:
+            self._tell_ends()
+            self.tell(Detached(name, None, 0.0))
+            return
+        driver.status, driver.reason = Status.STOPPED_EARLY, reason
+        self.recorder.checkpoint(driver)
+        self.recorder.on_end(driver)
+        self.engine.detach(name)
+        self._tell_ends()
+
+    def _finish_batch(self, name: str) -> None:
+        partial = self._watched.partial
+        self.work(lambda: name not in partial)
+        # Somebody may have asked meanwhile.
+        while name in partial and name in self.drivers:
+            self.work(lambda: name not in partial)
 
     def _tell_ends(self) -> None:
         """A recorder may tell of a job's end when its files are on disk: wait for them."""
@@ -285,6 +347,8 @@ class _Watched:
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.partial: set[str] = set()
+        self.waiting: set[str] = set()
+        """Have asked whether they are to go on."""
 
     def on_nano_batch(self, outcome: Outcome) -> None:
         # An evaluation that is broken off is done again; its forward passes are all that is lost.
@@ -302,3 +366,31 @@ class _Watched:
     def on_end(self, driver: JobDriver) -> None:
         self.partial.discard(driver.name)
         self.recorder.on_end(driver)
+
+
+class _Asking(_Watched):
+    """Trials ask after every evaluation."""
+
+    def __init__(self, recorder: Recorder, tell: Tell) -> None:
+        super().__init__(recorder)
+        self._tell = tell
+        self._grad_norms: dict[str, float] = {}
+
+    def on_step(self, driver: JobDriver, done: StepDone) -> None:
+        self._grad_norms[driver.name] = done.grad_norm
+        super().on_step(driver, done)
+
+    def on_evaluation(self, driver: JobDriver, done: EvaluationDone) -> None:
+        super().on_evaluation(driver, done)
+        self.waiting.add(driver.name)
+        self._ask(driver, trial_metrics(driver, done, self._grad_norms.get(driver.name)))
+
+    def on_end(self, driver: JobDriver) -> None:
+        if driver.evaluation is None and driver.status is Status.COMPLETED:
+            # Without held-out rows its training loss is all there is to compare.
+            metrics = trial_metrics(driver, None, self._grad_norms.get(driver.name))
+            self._ask(driver, metrics, waits=False)
+        super().on_end(driver)
+
+    def _ask(self, driver: JobDriver, metrics: dict[str, float], *, waits: bool = True) -> None:
+        self._tell(Asked(driver.name, driver.step, driver.tokens_seen, metrics, waits))

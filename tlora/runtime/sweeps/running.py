@@ -5,49 +5,33 @@ that was killed is replayed from its log and goes on; a trial goes on from its c
 it tells a second time is known.
 """
 
-import math
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-from tlora.core.errors import JobFailed, SpecError, TloraError
-from tlora.core.sweep import Params, SweepSpec
+from tlora.core.errors import JobFailed, TloraError
+from tlora.core.sweep import SweepSpec
 from tlora.model.memory import is_out_of_memory
 from tlora.runtime.directory import JobResult
 from tlora.runtime.recording import Recorder
 from tlora.runtime.resuming import Resumption, resumption
-from tlora.runtime.sweeps.trials import MadeTrial, TrialMaker, trial_name
+from tlora.runtime.sweeps.course import Course
+from tlora.runtime.sweeps.metrics import trial_metrics
+from tlora.runtime.sweeps.trials import MadeTrial, TrialMaker
 from tlora.runtime.sweeps.view import View
 from tlora.runtime.training import adapter_start, enter_job
-from tlora.store.study import Request, StudyLog
+from tlora.store.study import StudyLog
 from tlora.training.checkpoint import checkpoints, find_newest
 from tlora.training.driver import JobDriver, Status
 from tlora.training.loop import run_jobs
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
-from tlora.tuning.events import (
-    Action,
-    Added,
-    Attach,
-    Closed,
-    Completed,
-    Evaluated,
-    Event,
-    Exit,
-    Failed,
-    Hold,
-    NoRoom,
-    Resumed,
-    Spent,
-    Stopped,
-)
-from tlora.tuning.samplers import OptunaSampler
+from tlora.tuning.events import Action, Attach, Evaluated, Exit, Hold, NoRoom, Spent
 from tlora.tuning.study import Phase, StudyState, Trial
 
 LOOK_EVERY_S = 0.5
 """How often requests of people are looked for."""
 
 
-class SweepRunner:
+class SweepRunner(Course):
     def __init__(
         self,
         spec: SweepSpec,
@@ -59,59 +43,43 @@ class SweepRunner:
         view: View,
         on_change: Callable[["SweepRunner"], None],
     ) -> None:
-        """`state` has been through all that the log holds; `made` has every trial it knows."""
-        self.spec = spec
-        self.state = state
-        self.log = log
-        self.maker = maker
-        self.made = made
+        super().__init__(spec, state, log, maker, made, view, on_change)
         self.recorder = recorder
-        self.view = view
-        self.on_change = on_change
-        """Told when trials have come or gone, not more than once between two nano-batches."""
-
-        self.sampler: OptunaSampler | None = None
         self._drivers: dict[str, JobDriver] = {}
         """Of the trials that are attached."""
 
-        self.kept = 0
-        """Trials that are in the job file on disk."""
-
-        self._todo: deque[Action] = deque()
-        self._changed = False
-        self._left_out = 0
         self._leaving: set[str] = set()
         """Given up, their ends not told yet."""
 
         self._grad_norms: dict[str, float] = {}
-        self._started = time.perf_counter()
-        self._looked = self._started
-        self._seconds_before = log.seconds_before()
+        self._looked = time.perf_counter()
+        self._know_data(made)
+
+    def _know_data(self, made: dict[str, MadeTrial]) -> None:
         for each in made.values():
             self.recorder.data_keys[each.job.name] = each.data.key
-
-    @property
-    def seconds(self) -> float:
-        """Of running, in this session and those before."""
-        return self._seconds_before + time.perf_counter() - self._started
 
     def run(self, should_stop: Callable[[], bool]) -> bool:
         """Until the study is over; True if it was stopped before. Trials that were running are
         saved then."""
         while not should_stop():
-            self._look_for_requests()
-            self._ask()
-            while self._todo:
-                self._carry_out(self._todo.popleft())
-            if self._changed:
-                self._changed = False
+            for request in self.log.open_requests():
+                self.answer(request)
+            self.ask()
+            while self.todo:
+                self._carry_out(self.todo.popleft())
+                if not self.todo:
+                    # Who has gone may have made room for one that nobody has asked for yet.
+                    self.ask()
+            if self.changed:
+                self.changed = False
                 self.on_change(self)
             if self._drivers:
                 self._train(should_stop)
                 continue
             # Ends are told when their files are on disk, and may bring others.
             self.recorder.save([])
-            if self._todo:
+            if self.todo:
                 continue
             if self.state.over:
                 return False
@@ -119,22 +87,9 @@ class SweepRunner:
         self.recorder.save(list(self._drivers.values()))
         return True
 
-    def tell(self, event: Event) -> None:
-        actions = self.state.on(event)
-        self.log.append(event, actions)
-        self._todo.extend(actions)
-        self.view.on_turn(self.state, event, actions)
-        if self.sampler is not None:
-            self._tell_sampler(event, actions)
-
     def add(self, made: dict[str, MadeTrial]) -> None:
-        """New trials."""
-        self.made |= made
-        for each in made.values():
-            self.recorder.data_keys[each.job.name] = each.data.key
-        # On disk before the log knows of them: a trial of the log is one of the job file.
-        self.on_change(self)
-        self.tell(Added(tuple(each.plan for each in made.values())))
+        self._know_data(made)
+        super().add(made)
 
     # Carrying out
 
@@ -155,7 +110,7 @@ class SweepRunner:
         saved = checkpoints(self.recorder.directory.root / trial.name / "checkpoints")
         step = int(saved[-1].name.removeprefix("step-")) if saved else 0
         if trial.verdict is None or step >= trial.verdict.step:
-            self._write_result(trial)
+            self.write_result(trial, self.recorder.directory)
         else:
             self._attach(trial.name)
 
@@ -171,10 +126,12 @@ class SweepRunner:
             case Exit(verdict=verdict):
                 driver = self._drivers.pop(verdict.trial, None)
                 if driver is None:
-                    self._write_result(self.state.trials[verdict.trial])
+                    # Its best adapter, which the result names, may still be on its way to the disk.
+                    self.recorder.save([])
+                    self.write_result(self.state.trials[verdict.trial], self.recorder.directory)
                 else:
                     self._leave(driver, str(verdict))
-                self._changed = True
+                self.changed = True
 
     def _attach(self, name: str) -> None:
         if name in self._drivers:
@@ -235,36 +192,6 @@ class SweepRunner:
         if driver.name in self.recorder.engine.jobs:
             self.recorder.engine.detach(driver.name)
 
-    def _write_result(self, trial: Trial) -> None:
-        """Of one that went while it was not attached: all that is known is in its history."""
-        directory = self.recorder.directory
-        last = trial.history.evaluations[-1] if trial.history.evaluations else None
-        best = min(
-            trial.history.evaluations,
-            key=lambda each: each.metrics.get("eval_loss", math.inf),
-            default=None,
-        )
-        has_best = (directory.job(trial.name) / "best").is_dir()
-        result = JobResult(
-            job=trial.name,
-            status=Status.STOPPED_EARLY.value,
-            reason=trial.reason,
-            steps=trial.step,
-            total_steps=trial.plan.total_steps,
-            loss=last.metrics.get("loss") if last else None,
-            first_eval_loss=None,
-            eval_loss=last.metrics.get("eval_loss") if last else None,
-            best_eval_loss=best.metrics.get("eval_loss") if best else None,
-            best_step=best.step if best else None,
-            tokens_seen=trial.tokens,
-            sequences_seen=0,
-            seconds=round(self.seconds, 3),
-            adapter=None,
-            best_adapter=f"{trial.name}/best" if has_best else None,
-        )
-        directory.write_result(result)
-        directory.event("ended", job=trial.name, status=result.status, reason=result.reason)
-
     # Training
 
     def _train(self, should_stop: Callable[[], bool]) -> None:
@@ -274,7 +201,7 @@ class SweepRunner:
                 self.recorder.engine,
                 drivers,
                 self,
-                should_stop=lambda: bool(self._todo) or should_stop() or self._is_time_to_look(),
+                should_stop=lambda: bool(self.todo) or should_stop() or self._is_time_to_look(),
             )
         except Exception:
             self.recorder.rescue(drivers)
@@ -307,33 +234,25 @@ class SweepRunner:
         if trial.live:
             # What it passes by a second time, from a checkpoint, is known.
             if done.step > trial.history.step:
-                self._tell_evaluation(driver, done.loss, done.figures)
+                self._tell_evaluation(driver, done)
         elif trial.verdict is not None and done.step >= trial.verdict.step:
             # It was given up here before the process ended.
-            self._todo.append(Exit(trial.verdict))
+            self.todo.append(Exit(trial.verdict))
 
-    def _tell_evaluation(
-        self, driver: JobDriver, eval_loss: float | None, figures: Mapping[str, float]
-    ) -> None:
-        values = {
-            **{f"eval_{name}": value for name, value in figures.items()},
-            "eval_loss": eval_loss,
-            "loss": driver.mean_loss if eval_loss is None else driver.recent_loss,
-            "grad_norm": self._grad_norms.get(driver.name),
-        }
+    def _tell_evaluation(self, driver: JobDriver, done: EvaluationDone | None) -> None:
         self.tell(
             Evaluated(
                 trial=driver.name,
                 step=driver.step,
                 tokens=driver.tokens_seen,
-                metrics={name: value for name, value in values.items() if value is not None},
+                metrics=trial_metrics(driver, done, self._grad_norms.get(driver.name)),
             )
         )
 
     def on_end(self, driver: JobDriver) -> None:
         if driver.evaluation is None and driver.status is Status.COMPLETED:
             # Without held-out rows its training loss is all there is to compare.
-            self._tell_evaluation(driver, None, {})
+            self._tell_evaluation(driver, None)
         self.recorder.on_end(driver)
 
     def on_result(self, result: JobResult) -> None:
@@ -345,89 +264,4 @@ class SweepRunner:
             return
         if not trial.live:
             return
-        told = {"trial": result.job, "step": result.steps, "tokens": result.tokens_seen}
-        if result.status in (Status.COMPLETED.value, Status.STOPPED_EARLY.value):
-            self.tell(Completed(**told, reason=result.reason))
-        else:
-            self.tell(Failed(**told, reason=result.reason or result.status))
-        self._changed = True
-
-    # Samplers that decide as they go
-
-    def _ask(self) -> None:
-        sampler, search = self.sampler, self.spec.search
-        if sampler is None or search.trials is None:
-            return
-        own = [trial for trial in self.state.trials.values() if trial.plan.parent is None]
-        # Those that were left out have numbers, too, but a log does not know them.
-        last = max((int(each.name.rpartition("-")[2]) for each in own), default=-1)
-        self._left_out = max(self._left_out, last + 1 - len(own))
-        while self.state.has_room_for_more and not self._todo_has_exit():
-            number = len(own) + self._left_out
-            if number >= search.trials or self.state.over_budget:
-                self.tell(Closed())
-                return
-            name = trial_name(self.spec, number, max(2, len(str(search.trials - 1))))
-            try:
-                made = self.maker.make({name: sampler.ask(name)})
-            except TloraError as error:
-                # Settings that do not go together: the sampler hears of it, the others go on.
-                self.view.say(f"{name}: left out: {error}")
-                sampler.tell(name, None)
-                self._left_out += 1
-                continue
-            self.add(made)
-            own.append(self.state.trials[name])
-
-    def _todo_has_exit(self) -> bool:
-        return any(not isinstance(action, Attach) for action in self._todo)
-
-    def _tell_sampler(self, event: Event, actions: list[Action]) -> None:
-        assert self.sampler is not None
-        ended = [action.trial for action in actions if isinstance(action, Exit)]
-        if isinstance(event, Completed | Failed):
-            ended.append(event.trial)
-        for name in ended:
-            trial = self.state.trials[name]
-            failed = trial.phase is Phase.FAILED
-            self.sampler.tell(name, None if failed else self.state.value(trial))
-
-    # What people ask for
-
-    def _look_for_requests(self) -> None:
-        for request in self.log.open_requests():
-            try:
-                said = self._answer(request)
-            except TloraError as error:
-                said = f"error: {error}"
-            self.log.answer(request.number, said)
-            self.view.say(f"asked to {request.kind} {request.trial}: {said}")
-
-    def _answer(self, request: Request) -> str:
-        trial = self.state.trials.get(request.trial)
-        if trial is None:
-            raise SpecError(f"there is no trial '{request.trial}'")
-        match request.kind:
-            case "stop":
-                if not trial.live:
-                    raise SpecError(f"{trial.name} is over: {trial.phase.value}")
-                self.tell(Stopped(trial.name))
-                return "stopped; its best adapter is kept"
-            case "resume":
-                if trial.phase is Phase.COMPLETED:
-                    raise SpecError(f"{trial.name} ran to its end")
-                if self.state.is_too_large(trial.plan):
-                    raise SpecError(f"{trial.name} has no room: {trial.reason}")
-                self.tell(Resumed(trial.name))
-                return "goes on, whatever the rules say"
-            case "clone":
-                return self._clone(trial, request.body)
-            case other:
-                raise SpecError(f"'{other}' is nothing that can be asked")
-
-    def _clone(self, parent: Trial, changes: Params) -> str:
-        taken = [name for name in self.state.trials if name.startswith(f"{parent.name}.")]
-        name = f"{parent.name}.{len(taken) + 1}"
-        params = {**parent.plan.params, **changes}
-        self.add(self.maker.make({name: params}, parent=parent.name))
-        return f"cloned as {name}"
+        self.tell_end(result)

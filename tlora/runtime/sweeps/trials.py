@@ -17,7 +17,7 @@ from tlora.runtime.checking import check_targets, context_length, prepare_jobs
 from tlora.runtime.requests import widths
 from tlora.tuning.events import TrialPlan
 from tlora.tuning.samplers import is_known_before, planned
-from tlora.tuning.space import sample
+from tlora.tuning.space import every_value, sample
 
 EVALUATIONS = 20
 """Of a trial whose task does not say how often it is evaluated."""
@@ -102,6 +102,18 @@ def representatives(spec: SweepSpec) -> dict[str, Params]:
     """Where no trial is known yet: some that could be, to size the engine by."""
     draws = (Random(f"representative {at}") for at in range(REPRESENTATIVES))
     return {f"r{at}": sample(spec.search.space, draw) for at, draw in enumerate(draws)}
+
+
+def ranks_to_come(spec: SweepSpec) -> set[int]:
+    """That a sampler which decides as it goes may ask for: they are shown to be exact before."""
+    if is_known_before(spec.search):
+        return set()
+    return {
+        int(value)
+        for axis in spec.search.space
+        if axis.field == "lora.r"
+        for value in every_value(axis)
+    }
 
 
 def evaluated_often(job: JobSpec, data: PreparedData) -> JobSpec:

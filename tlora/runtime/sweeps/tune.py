@@ -26,7 +26,13 @@ from tlora.runtime.sinks import Sinks, check_trackers
 from tlora.runtime.sweeps.report import write_sweep_report
 from tlora.runtime.sweeps.room import room_bytes
 from tlora.runtime.sweeps.running import SweepRunner
-from tlora.runtime.sweeps.trials import MadeTrial, TrialMaker, first_trials, representatives
+from tlora.runtime.sweeps.trials import (
+    MadeTrial,
+    TrialMaker,
+    first_trials,
+    ranks_to_come,
+    representatives,
+)
 from tlora.runtime.sweeps.view import View, choose_view
 from tlora.runtime.sweeps.winning import keep_winner
 from tlora.runtime.training import describe_run, load_super_model, show_exact
@@ -36,7 +42,7 @@ from tlora.training.engine import Engine
 from tlora.tuning.events import Added, Closed
 from tlora.tuning.results import Fusion, Study, Winner, tokens_full, trial_result
 from tlora.tuning.samplers import OptunaSampler, check_sampler, is_known_before
-from tlora.tuning.study import StudyState, replayed
+from tlora.tuning.study import Phase, StudyState, replayed
 
 MAY_CHANGE = (
     "engine",
@@ -83,13 +89,13 @@ def tune(
         shape, device, budget_tokens=budget, recompute=spec.engine.gradient_checkpointing
     )
     state = StudyState.of(spec, room)
-    # Trials share their data; where lengths are tried, the first one speaks for all.
+    # Trials share their data.
     shared = {spec.task.name: next(iter(data.values()))}
     view.say(*start_lines((spec.task,), shared, directory.root / "data.txt"))
     model = load_super_model(replace(run, jobs=at_once(sized, room, spec)), device)
-    proof = None
+    proof, ranks = None, {job.lora.r for job in run.jobs} | ranks_to_come(spec)
     if spec.engine.isolation == "exact":
-        proof = show_exact(model, run, data, budget)
+        proof = show_exact(model, run, data, budget, ranks=ranks)
         if directory.is_run and not fresh:
             check_same_bits(directory.root, describe_run(run, device, proof))
         view.say(proof.line)
@@ -113,6 +119,7 @@ def tune(
         runner = SweepRunner(
             spec, state, log, maker, made, recorder, view, lambda runner: keep(runner, directory)
         )
+        runner.proven_ranks = frozenset(ranks) if proof else None
         log.begin({"spec": as_tree(spec)})
         # From here on the directory holds a sweep that can go on.
         directory.write_json(directory.root / "run.json", describe_run(run, device, proof))
@@ -245,8 +252,12 @@ def begin(runner: SweepRunner, turns: list[StudyTurn]) -> None:
         runner.sampler = OptunaSampler(spec.search, asked=len(state.trials))
         for trial in state.trials.values():
             value = state.value(trial)
-            if trial.plan.parent is None and value is not None and not trial.live:
+            if trial.plan.parent is not None or trial.phase is Phase.FAILED:
+                continue
+            if value is not None and (trial.phase is Phase.HELD or not trial.live):
                 runner.sampler.remember(trial.plan.params, value)
+            elif trial.live:
+                runner.sampler.expect(trial.name, trial.plan.params)
     if turns:
         over = sum(not trial.live for trial in state.trials.values())
         runner.view.say(f"goes on: {over} of {len(state.trials)} trials are over")
