@@ -88,14 +88,13 @@ def tune(
     if scheduled:
         from tlora.runtime.sweeps.tasks import tune_on_devices
 
-        found = tune_on_devices(
-            specs, output=folder, devices=devices, fresh=fresh, profile=profile
-        )
+        found = tune_on_devices(specs, output=folder, devices=devices, fresh=fresh, profile=profile)
         told, studies = found.as_json(), list(found.studies.values())
     else:
         from tlora.runtime.sweeps.tune import tune as run_sweep
 
-        study = run_sweep(specs[0], output=folder, fresh=fresh, measure_fusion=measure_fusion)
+        (spec,) = specs
+        study = run_sweep(spec, output=folder, fresh=fresh, measure_fusion=measure_fusion)
         told, studies = study.as_json(), [study]
     if json_file is not None:
         import json

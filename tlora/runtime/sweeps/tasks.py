@@ -4,17 +4,17 @@ A worker for each device trains; this process has the studies, their one log, an
 tasks. What is left on disk of a single task is what a sweep on one device leaves.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tlora.config import dump_spec
-from tlora.core.clock import WallClock
+from tlora.core.clock import Clock, WallClock
 from tlora.core.cluster import uniform_cluster
 from tlora.core.errors import SpecError
 from tlora.core.job import RunSpec
@@ -28,7 +28,7 @@ from tlora.runtime.budget import nano_batch_tokens
 from tlora.runtime.data_lines import full_lines, start_lines
 from tlora.runtime.directory import RunDirectory, replace_text
 from tlora.runtime.environment import quieten_libraries
-from tlora.runtime.executors.devices import DeviceExecutor
+from tlora.runtime.executors.devices import DeviceExecutor, Devices
 from tlora.runtime.executors.messages import Message, Noted, Ready, Said
 from tlora.runtime.executors.processes import WorkerProcesses
 from tlora.runtime.executors.worker import WorkerSettings
@@ -67,6 +67,17 @@ from tlora.tuning.samplers import check_sampler, is_known_before, planned
 from tlora.tuning.study import StudyState
 
 
+class Workers(NamedTuple):
+    devices: Devices
+    clock: Clock
+
+
+def processes(settings: list[WorkerSettings]) -> Workers:
+    """One for each device."""
+    threads = None if settings[0].device.startswith("cuda") else 1
+    return Workers(WorkerProcesses(settings, threads=threads), WallClock())
+
+
 def tune_on_devices(
     specs: Sequence[SweepSpec],
     *,
@@ -76,16 +87,16 @@ def tune_on_devices(
     profile: str | None = None,
     view: View | None = None,
     deal: Dealer = by_plan,
+    workers: Callable[[list[WorkerSettings]], Workers] | None = None,
 ) -> TaskStudies:
     """As `tune`, for one task or several (`load_tasks`), over so many devices: GPUs where there
-    are, one-thread processes otherwise. `deal` decides between tasks."""
+    are, one-thread processes otherwise. `deal` decides between tasks; `workers` starts them."""
     quieten_libraries()
     check_trackers(specs[0].report_to)
     check_sampler(specs[0].search.sampler)
     check_devices(specs, devices)
     names = device_names(resolve_device(specs[0].engine.device), devices)
-    view = view or choose_view()
-    view = view if len(specs) == 1 else TasksView(view)
+    view = view or (choose_view() if len(specs) == 1 else TasksView())
     directory = RunDirectory(Path(output))
     turns: dict[str, list[StudyTurn]] = {spec.task.name: [] for spec in specs}
     if directory.is_run and not fresh:
@@ -100,8 +111,10 @@ def tune_on_devices(
         replace_text(output_of(directory), "\n".join(full_lines(known.shared)) + "\n")
         sweep = TaskSweep(known, turns, directory, log, view, names)
         about = describe_run(known.run, known.device, proof) | {"devices": devices}
+        if len(specs) == 1:
+            about["task"] = specs[0].task.name
         directory.write_json(directory.root / "run.json", about)
-        interrupted = sweep.conduct(deal)
+        interrupted = sweep.conduct(deal, workers or processes)
         done = sweep.so_far(interrupted=interrupted)
         if not interrupted:
             done = replace(done, studies=sweep.with_winners(done.studies))
@@ -290,25 +303,30 @@ class TaskSweep:
         self._kept = 0
         self._begun = False
         self._keep_jobs()
+        self._keep_studies()
 
-    def conduct(self, deal: Dealer) -> bool:
+    def conduct(self, deal: Dealer, start: Callable[[list[WorkerSettings]], Workers]) -> bool:
         """Until every study is over; True if a person stopped it before."""
+        number, exact = self.outset.first.engine.nano_batch_tokens, None
+        if self.outset.first.engine.isolation == "exact":
+            exact = self.outset.budget
+        limit = None if isinstance(number, str) else number
+        root = self.directory.root.resolve()
+        workers = start(
+            [WorkerSettings(root, name, limit, exact, asks=True) for name in self.names]
+        )
+        clock = workers.clock
         conductor = Conductor(
             self._runs(),
             self.directory,
             self.view,
-            clock := WallClock(),
+            clock,
             devices=len(self.names),
             bucket=self.outset.budget,
             request=lambda name: self.outset.request(self._made(name)),
             room_bytes=self.outset.room,
             deal=deal,
         )
-        number, exact = self.outset.first.engine.nano_batch_tokens, None
-        if self.outset.first.engine.isolation == "exact":
-            exact = self.outset.budget
-        limit = None if isinstance(number, str) else number
-        root = self.directory.root.resolve()
 
         def hear(device: int, message: Message) -> None:
             self._hear(device, message)
@@ -316,10 +334,7 @@ class TaskSweep:
 
         with interruptible(on_first=self.view.on_interrupt) as interrupt:
             executor = DeviceExecutor(
-                WorkerProcesses(
-                    [WorkerSettings(root, name, limit, exact, asks=True) for name in self.names],
-                    threads=None if self.names[0].startswith("cuda") else 1,
-                ),
+                workers.devices,
                 clock=clock,
                 arrivals=(),
                 saved_steps=lambda job: saved_steps(self.directory, job),
@@ -334,6 +349,7 @@ class TaskSweep:
                     self.view.begin_tasks({t: each.state for t, each in self.courses.items()})
                 else:
                     self.view.begin(next(iter(self.courses.values())).state)
+                self._keep_studies()
                 self._say_plan(conductor)
                 return conductor.conduct(interrupt)
             finally:
@@ -419,6 +435,9 @@ class TaskSweep:
     def _keep(self, course: Course) -> None:
         """What others read while the sweep runs: the trials as a job file, and how they stand."""
         self._keep_jobs()
+        self._keep_studies()
+
+    def _keep_studies(self) -> None:
         done = self.so_far(interrupted=True)
         self.directory.write_json(self.directory.root / "study.json", done.as_json())
 

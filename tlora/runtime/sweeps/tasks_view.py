@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import TextIO
 
 from tlora.runtime.figures import duration_figure, rate_figure
 from tlora.runtime.sweeps.view import View, closing_lines
@@ -13,8 +14,8 @@ from tlora.tuning.study import Phase, StudyState
 class TasksView(View):
     """Lines, with every task in each."""
 
-    def __init__(self, view: View) -> None:
-        super().__init__(view.out, 5.0)
+    def __init__(self, out: TextIO | None = None) -> None:
+        super().__init__(out)
         self.states: dict[str, StudyState] = {}
 
     def begin_tasks(self, states: Mapping[str, StudyState]) -> None:
