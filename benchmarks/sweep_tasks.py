@@ -29,7 +29,6 @@ import torch
 
 from tlora.config import load_tasks
 from tlora.core.clock import ManualClock
-from tlora.runtime.benchmark.machine import device_name
 from tlora.runtime.benchmark.record import commit, versions
 from tlora.runtime.executors.messages import Command, Message, Noted, Stop
 from tlora.runtime.executors.worker import Worker, WorkerSettings
@@ -257,7 +256,7 @@ def main() -> None:
             "kind": "sweep_tasks",
             "commit": commit(),
             "command": "python " + shlex.join(sys.argv),
-            "device": f"{asked.devices} x {device_name(torch.device('cpu'))}, 1 thread each",
+            "device": f"{asked.devices} x cpu, 1 thread each",
             "versions": versions(),
             "clock": clock,
             "datasets": asked.datasets.split(","),
