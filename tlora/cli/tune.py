@@ -75,7 +75,8 @@ def tune(
         if is_known_before(spec.search):
             for number, params in enumerate(planned(spec.search)):
                 trial_of(spec.task, f"{spec.task.name}-{number:02}", params)
-    scheduled = devices > 1 or len(specs) > 1
+    first, *others = specs
+    scheduled = devices > 1 or bool(others)
     if measure_fusion and scheduled:
         raise SpecError(
             "is for one task on one device: leave it out here, or tune the tasks one by one",
@@ -93,8 +94,7 @@ def tune(
     else:
         from tlora.runtime.sweeps.tune import tune as run_sweep
 
-        (spec,) = specs
-        study = run_sweep(spec, output=folder, fresh=fresh, measure_fusion=measure_fusion)
+        study = run_sweep(first, output=folder, fresh=fresh, measure_fusion=measure_fusion)
         told, studies = study.as_json(), [study]
     if json_file is not None:
         import json
