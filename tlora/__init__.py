@@ -4,12 +4,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tlora.config import load_spec, load_sweep
+    from tlora.config import load_spec, load_sweep, load_tasks
     from tlora.core.job import JobSpec, RunSpec
     from tlora.core.sweep import SweepSpec
     from tlora.kernels.multi_lora import multi_lora
     from tlora.model.peft_format import export_adapter
     from tlora.model.super_model import SuperModel
+    from tlora.runtime.sweeps.tasks import tune_on_devices
     from tlora.runtime.sweeps.tune import tune
     from tlora.runtime.training import RunResult, train
     from tlora.simulation.run import simulate
@@ -30,10 +31,12 @@ _HOMES = {
     "export_adapter": "tlora.model.peft_format",
     "load_spec": "tlora.config",
     "load_sweep": "tlora.config",
+    "load_tasks": "tlora.config",
     "multi_lora": "tlora.kernels.multi_lora",
     "simulate": "tlora.simulation.run",
     "train": "tlora.runtime.training",
     "tune": "tlora.runtime.sweeps.tune",
+    "tune_on_devices": "tlora.runtime.sweeps.tasks",
 }
 
 __all__ = [
@@ -47,10 +50,12 @@ __all__ = [
     "export_adapter",
     "load_spec",
     "load_sweep",
+    "load_tasks",
     "multi_lora",
     "simulate",
     "train",
     "tune",
+    "tune_on_devices",
 ]
 
 

@@ -112,3 +112,21 @@ def test_the_schema_of_a_sweep(tlora_command, capsys):
     """By the same verb."""
     assert tlora_command("schema", "--sweep") == 0
     assert "early_exit" in json.loads(capsys.readouterr().out)["properties"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--devices", "9"], "--devices: 9 were asked for, and no more than 4 trials"),
+        (["--devices", "0"], "--devices"),
+        (["--devices", "two"], "--devices"),
+        (["--devices", "2", "--measure-fusion"], "--measure-fusion"),
+        (["--devices", "2", "-o", "search.max_parallel=1"], "no more than 1 trials train at once"),
+    ],
+)
+def test_wrong_numbers_of_devices_are_exit_code_2(sweep, tlora_command, capsys, options, words):
+    """In one message, and nothing is written."""
+    assert tlora_command("tune", "sweep.yaml", *options) == 2
+    said = capsys.readouterr().err
+    assert words in said and "Traceback" not in said
+    assert not Path("runs").exists()

@@ -5,9 +5,10 @@ from typing import Annotated
 
 import typer
 
-from tlora.cli.options import Overrides
+from tlora.cli.options import Overrides, ProfileOption
 from tlora.cli.output import print_error
 from tlora.cli.train import ask_to_start_over
+from tlora.core.errors import SpecError
 from tlora.core.job import Isolation
 
 SweepFile = Annotated[Path, typer.Argument(metavar="FILE", help="A sweep file, YAML or JSON.")]
@@ -25,6 +26,17 @@ def tune(
         ),
     ] = None,
     override: Overrides = None,
+    devices: Annotated[
+        int,
+        typer.Option(
+            "--devices",
+            metavar="N",
+            min=1,
+            help="Train on so many GPUs, or in so many processes where there are none; which task "
+            "gets which is planned, and said before it begins.",
+        ),
+    ] = 1,
+    profile: ProfileOption = None,
     isolation: Annotated[
         Isolation | None,
         typer.Option(
@@ -50,32 +62,47 @@ def tune(
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Try many settings of one job together, give up what loses, keep the best adapter. The same
-    command again resumes."""
+    """Try many settings of one job, or of several tasks, together, give up what loses, keep the
+    best adapter. The same command again resumes."""
     # The file first, and every trial's settings: a typo should not wait for torch.
-    from tlora.config import load_sweep
+    from tlora.config import load_tasks
     from tlora.core.sweep import trial_of
     from tlora.tuning.samplers import is_known_before, planned
 
     overrides = [*(override or ()), *([f"engine.isolation={isolation}"] if isolation else ())]
-    spec = load_sweep(file, overrides)
-    if is_known_before(spec.search):
-        for number, params in enumerate(planned(spec.search)):
-            trial_of(spec.task, f"{spec.task.name}-{number:02}", params)
+    specs = load_tasks(file, overrides)
+    for spec in specs:
+        if is_known_before(spec.search):
+            for number, params in enumerate(planned(spec.search)):
+                trial_of(spec.task, f"{spec.task.name}-{number:02}", params)
+    first, *others = specs
+    scheduled = devices > 1 or bool(others)
+    if measure_fusion and scheduled:
+        raise SpecError(
+            "is for one task on one device: leave it out here, or tune the tasks one by one",
+            field="--measure-fusion",
+        )
     folder = output or Path("runs") / file.stem
     if fresh and not yes:
         ask_to_start_over(folder)
 
-    from tlora.runtime.sweeps.tune import tune as run_sweep
+    if scheduled:
+        from tlora.runtime.sweeps.tasks import tune_on_devices
 
-    study = run_sweep(spec, output=folder, fresh=fresh, measure_fusion=measure_fusion)
+        found = tune_on_devices(specs, output=folder, devices=devices, fresh=fresh, profile=profile)
+        told, studies = found.as_json(), list(found.studies.values())
+    else:
+        from tlora.runtime.sweeps.tune import tune as run_sweep
+
+        study = run_sweep(first, output=folder, fresh=fresh, measure_fusion=measure_fusion)
+        told, studies = study.as_json(), [study]
     if json_file is not None:
         import json
 
-        json_file.write_text(json.dumps(study.as_json()) + "\n")
-    if study.interrupted:
+        json_file.write_text(json.dumps(told) + "\n")
+    if any(study.interrupted for study in studies):
         print_error("interrupted: the same command goes on from here")
         raise typer.Exit(130)
-    if study.best is None:
+    if any(study.best is None for study in studies):
         print_error(f"no trial came to a value; the reasons are in {folder / 'study.json'}")
         raise typer.Exit(1)

@@ -122,7 +122,7 @@ def load_task(document: Document, overrides: Sequence[str], problems: Problems) 
         )
     tasks = tree["tasks"] if "tasks" in tree else [tree.get("task")]
     if not is_list(tasks) or len(tasks) != 1 or ("task" in tree and "tasks" in tree):
-        problems.add(SpecError("give one task here; load_tasks reads several", field="tasks"))
+        problems.add(SpecError("give one task; several are a list under tasks", field="tasks"))
         return None
     task = tasks[0]
     if not is_tree(task):

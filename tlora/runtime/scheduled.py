@@ -101,7 +101,7 @@ def train_on_devices(
     progress.say(*start_lines(spec.jobs, data, directory.root / "data.txt"))
     chosen = choose_profile(spec, profile, device)
     progress.say(f"{devices} devices, policy {policy}; profile: {chosen.source}")
-    proof = _proven(spec, device, data, budget, directory if not fresh else None)
+    proof = proven(spec, device, data, budget, directory if not fresh else None)
     try:
         directory.create(fresh=fresh)
         recorded = replace(spec, jobs=(*spec.jobs, *absent))
@@ -194,7 +194,7 @@ def saved_steps(directory: RunDirectory, job: str) -> int:
     return int(found[-1].name.removeprefix("step-")) if found else 0
 
 
-def _proven(
+def proven(
     spec: RunSpec,
     device: torch.device,
     data: dict[str, PreparedData],

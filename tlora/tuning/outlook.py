@@ -12,12 +12,17 @@ from tlora.tuning.study import StudyState, Trial
 
 
 def phases_left(
-    state: StudyState, exits: EarlyExitSpec, seconds: Mapping[str, float], *, coming: int = 0
+    state: StudyState,
+    exits: EarlyExitSpec,
+    seconds: Mapping[str, float],
+    *,
+    coming: int = 0,
+    mean: float = 0.0,
 ) -> tuple[tuple[float, ...], ...]:
     """Seconds left of the trials that can train at once, and of those that will after them.
-    `seconds`: of each whole trial alone; `coming`: trials that a sampler has not named yet."""
+    `seconds`: of each whole trial; `coming`: trials that a sampler has not named yet, of `mean`
+    seconds each."""
     live = [trial for trial in state.trials.values() if trial.live]
-    mean = sum(seconds.values()) / max(1, len(seconds))
     warmup = state.rule.warmup
     if warmup is None or state.selected:
         until = expected_share(exits)
@@ -27,12 +32,24 @@ def phases_left(
     cohort = [trial for trial in live if trial not in through]
     first = [_left(trial, warmup, seconds) for trial in cohort if not trial.warmed]
     first += [_left(trial, 1.0, seconds) for trial in through] + [mean * warmup] * coming
-    all_of_it = sum(trial.plan.parent is None for trial in state.trials.values()) + coming
-    survivors = min(math.ceil(exits.keep * all_of_it), len(cohort) + coming)
+    survivors = min(survivors_of(state, exits, coming), len(cohort) + coming)
     rest = [(1 - max(warmup, _share(trial))) * seconds[trial.name] for trial in cohort]
     rest += [(1 - warmup) * mean] * coming
     each = sum(rest) / max(1, len(rest))
     return _without_empty(tuple(first), (each,) * survivors)
+
+
+def survivors_of(state: StudyState, exits: EarlyExitSpec, coming: int = 0) -> int:
+    """So many trials make all their steps, if none fails."""
+    own = sum(trial.plan.parent is None for trial in state.trials.values()) + coming
+    match exits.method:
+        case "alto":
+            return math.ceil(exits.keep * own)
+        case "asha":
+            rungs = math.ceil(math.log(1 / exits.first_rung, exits.reduction) - 1e-9)
+            return math.ceil(own / exits.reduction**rungs)
+        case _:
+            return own
 
 
 def expected_share(exits: EarlyExitSpec) -> float:

@@ -93,6 +93,70 @@ class Study:
         }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskStudies:
+    """Of a sweep with several tasks, or over several devices."""
+
+    output: Path
+    studies: dict[str, Study]
+    """By task, in the order of the file."""
+
+    wall_s: float
+    devices: int
+    predicted_s: float | None = None
+    """What the plan at the start said."""
+
+    one_after_another_s: float | None = None
+    """What it said of the same tasks in turn, each with all devices."""
+
+    @property
+    def interrupted(self) -> bool:
+        return any(study.interrupted for study in self.studies.values())
+
+    @property
+    def only(self) -> Study:
+        """Of the one task, where there is one."""
+        (study,) = self.studies.values()
+        return study
+
+    def as_json(self) -> dict[str, Any]:
+        """As that of a study, with all trials; what is the best in is not compared over tasks."""
+        if len(self.studies) == 1:
+            return self.only.as_json()
+        each = {name: study.as_json() for name, study in self.studies.items()}
+        spent = sum(study.tokens_spent for study in self.studies.values())
+        full = sum(study.tokens_full for study in self.studies.values())
+        first = next(iter(each.values()))
+        return {
+            "v": 1,
+            "kind": "study",
+            "over": all(study.over for study in self.studies.values()),
+            "best": None,
+            "tasks": [
+                {"name": name, **{key: value for key, value in one.items() if key not in SHARED}}
+                for name, one in each.items()
+            ],
+            "trials": [
+                {**trial, "task": name} for name, one in each.items() for trial in one["trials"]
+            ],
+            "objective": first["objective"],
+            "early_exit": first["early_exit"],
+            "tokens_spent": spent,
+            "tokens_full": full,
+            "saved_fraction": round(1 - spent / full, 6) if full else 0.0,
+            "wall_s": round(self.wall_s, 3),
+            "devices": self.devices,
+            "predicted_s": self.predicted_s,
+            "one_after_another_s": self.one_after_another_s,
+            "winner": None,
+            "fusion": None,
+        }
+
+
+SHARED = ("v", "kind", "trials", "objective", "early_exit")
+"""What a task need not repeat."""
+
+
 def best_as_json(best: TrialResult | None) -> dict[str, Any] | None:
     if best is None:
         return None

@@ -199,6 +199,9 @@ class DeviceExecutor:
         wish = self._wishes.get(job)
         return None if wish is None else wish.device
 
+    def is_somewhere(self, job: str) -> bool:
+        return job in self._places
+
     def go_on(self, job: str) -> None:
         """To one that asked."""
         if job in self._places:

@@ -20,7 +20,9 @@ from tlora.runtime.directory import replace_text
 from tlora.runtime.figures import duration_figure, loss_figure, rate_figure
 from tlora.runtime.report import Headline, embedded
 from tlora.runtime.run_log import read_about
+from tlora.runtime.sweeps.gantt import gantt
 from tlora.runtime.sweeps.report_data import FATES, fate, report_data, shown
+from tlora.runtime.sweeps.timeline import read_timeline
 from tlora.store.study import read_study_log
 
 SCRIPTS = (
@@ -64,13 +66,77 @@ def write_sweep_report(root: Path) -> Path:
     finally:
         log.close()
     path = root / "report.html"
-    replace_text(path, render(root, about, study, sweep, report_data(study, turns)))
+    if "tasks" not in study:
+        timeline = timeline_data(root, about, study)
+        page = render(root, about, study, sweep, report_data(study, turns), timeline)
+        replace_text(path, page)
+        return path
+    for task in study["tasks"]:
+        own = study_of_task(study, task["name"])
+        data = report_data(own, [turn for turn in turns if turn.task == task["name"]])
+        folder = root / "winner" / task["name"]
+        folder.mkdir(parents=True, exist_ok=True)
+        page = render(root, about, own, {**sweep, "task": {"name": task["name"]}}, data, None)
+        replace_text(folder / "report.html", page)
+    replace_text(path, render_tasks(root, about, study))
     return path
 
 
-def render(
-    root: Path, about: dict[str, Any], study: dict[str, Any], sweep: dict[str, Any], data: object
-) -> str:
+def study_of_task(study: dict[str, Any], name: str) -> dict[str, Any]:
+    """A task of several as a study of its own."""
+    (task,) = [each for each in study["tasks"] if each["name"] == name]
+    trials = [each for each in study["trials"] if each["task"] == name]
+    return {**study, **task, "trials": trials}
+
+
+def timeline_data(
+    root: Path, about: dict[str, Any], study: dict[str, Any]
+) -> dict[str, Any] | None:
+    """What is drawn of a sweep over several devices; None of one that was not."""
+    if "devices" not in about:
+        return None
+    only = about.get("task", "trials")
+    tasks = {each["name"]: each.get("task", only) for each in study["trials"]}
+    found = read_timeline(root, tasks, about["devices"])
+    if found is None:
+        return None
+    names = list(dict.fromkeys(tasks.values()))
+    each = [(name, found.device_seconds(name)) for name in names]
+    return {
+        "picture": gantt(found, names),
+        "devices": found.devices,
+        "seconds": found.seconds,
+        "busy_share": found.busy_share,
+        "sum_s": sum(seconds for _, seconds in each),
+        "each": each if len(each) > 1 else [],
+        "plans": found.plans,
+        "predicted_s": study.get("predicted_s"),
+        "one_after_another_s": study.get("one_after_another_s"),
+    }
+
+
+def render_tasks(root: Path, about: dict[str, Any], study: dict[str, Any]) -> str:
+    timeline = timeline_data(root, about, study)
+    heads = headlines(study)[1:]
+    if timeline is not None:
+        note = f"{duration_figure(timeline['sum_s'])} of nano-batches in all"
+        heads = [Headline("makespan", duration_figure(timeline["seconds"]), note), *heads]
+    return (
+        new_environment()
+        .get_template("tasks.html.j2")
+        .render(
+            name=root.resolve().name,
+            about=about,
+            study=study,
+            started=time.strftime("%Y-%m-%d %H:%M", time.localtime(about.get("started", 0))),
+            headlines=heads,
+            timeline=timeline,
+            style=Markup("\n".join(each.read_text(encoding="utf-8") for each in STYLES)),
+        )
+    )
+
+
+def new_environment() -> Environment:
     environment = Environment(
         loader=FileSystemLoader(SWEEP),
         autoescape=True,
@@ -79,22 +145,38 @@ def render(
         lstrip_blocks=True,
     )
     environment.filters |= {"loss": loss_figure, "rate": rate_figure, "duration": duration_figure}
+    return environment
+
+
+def render(
+    root: Path,
+    about: dict[str, Any],
+    study: dict[str, Any],
+    sweep: dict[str, Any],
+    data: object,
+    timeline: dict[str, Any] | None,
+) -> str:
     rows = rows_of(study)
-    return environment.get_template("sweep.html.j2").render(
-        name=root.resolve().name,
-        about=about,
-        study=study,
-        sweep=sweep,
-        started=time.strftime("%Y-%m-%d %H:%M", time.localtime(about.get("started", 0))),
-        headlines=headlines(study),
-        params=params_of(study),
-        rows=rows,
-        given_up=[row for row in rows if row.reason],
-        rules=[(name, value) for name, value in sweep["early_exit"].items()],
-        settings=json.dumps(study["best"]["params"], indent=2) if study["best"] else "",
-        style=Markup("\n".join(each.read_text(encoding="utf-8") for each in STYLES)),
-        scripts=[Markup(each.read_text(encoding="utf-8")) for each in SCRIPTS],
-        data=embedded(data),
+    return (
+        new_environment()
+        .get_template("sweep.html.j2")
+        .render(
+            timeline=timeline,
+            name=root.resolve().name,
+            about=about,
+            study=study,
+            sweep=sweep,
+            started=time.strftime("%Y-%m-%d %H:%M", time.localtime(about.get("started", 0))),
+            headlines=headlines(study),
+            params=params_of(study),
+            rows=rows,
+            given_up=[row for row in rows if row.reason],
+            rules=[(name, value) for name, value in sweep["early_exit"].items()],
+            settings=json.dumps(study["best"]["params"], indent=2) if study["best"] else "",
+            style=Markup("\n".join(each.read_text(encoding="utf-8") for each in STYLES)),
+            scripts=[Markup(each.read_text(encoding="utf-8")) for each in SCRIPTS],
+            data=embedded(data),
+        )
     )
 
 

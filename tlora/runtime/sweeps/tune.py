@@ -1,6 +1,7 @@
 """`tlora tune`: a sweep file to the best adapter on disk, in this process."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tlora.runtime.interrupts import interruptible
 from tlora.runtime.recording import Recorder
 from tlora.runtime.resuming import check_same_bits, engine_changes
 from tlora.runtime.sinks import Sinks, check_trackers
+from tlora.runtime.sweeps.course import Course
 from tlora.runtime.sweeps.report import write_sweep_report
 from tlora.runtime.sweeps.room import room_bytes
 from tlora.runtime.sweeps.running import SweepRunner
@@ -125,7 +127,8 @@ def tune(
         directory.write_json(directory.root / "run.json", describe_run(run, device, proof))
         view.ended = runner.on_result
         keep(runner, directory)
-        begin(runner, turns)
+        begin(runner, turns, runner.take_up)
+        view.begin(state)
         with interruptible(on_first=view.on_interrupt) as interrupt:
             interrupted = runner.run(interrupt)
     finally:
@@ -245,9 +248,9 @@ def _exits(actions: list[Any]) -> set[tuple[str, str]]:
     return {(each.trial, each.verdict.rule) for each in actions if each.kind == "exit"}
 
 
-def begin(runner: SweepRunner, turns: list[StudyTurn]) -> None:
+def begin(runner: Course, turns: list[StudyTurn], take_up: Callable[[], None]) -> None:
     """The trials of a new sweep, and a word on what goes on."""
-    spec, state = runner.spec, runner.state
+    spec, state, of = runner.spec, runner.state, f"{runner.task}: " if runner.task else ""
     if not is_known_before(spec.search):
         runner.sampler = OptunaSampler(spec.search, asked=len(state.trials))
         for trial in state.trials.values():
@@ -260,15 +263,14 @@ def begin(runner: SweepRunner, turns: list[StudyTurn]) -> None:
                 runner.sampler.expect(trial.name, trial.plan.params)
     if turns:
         over = sum(not trial.live for trial in state.trials.values())
-        runner.view.say(f"goes on: {over} of {len(state.trials)} trials are over")
-        runner.take_up()
+        runner.view.say(f"{of}goes on: {over} of {len(state.trials)} trials are over")
+        take_up()
     elif is_known_before(spec.search):
         rule = spec.early_exit.method
-        runner.view.say(f"{len(runner.made)} trials, early exit: {rule}")
+        runner.view.say(f"{of}{len(runner.made)} trials, early exit: {rule}")
         runner.tell(Added(tuple(each.plan for each in runner.made.values())))
     if is_known_before(spec.search) and not state.closed:
         runner.tell(Closed())
-    runner.view.begin(state)
 
 
 def keep(runner: SweepRunner, directory: RunDirectory) -> None:
@@ -301,10 +303,15 @@ def study_of(
 
 
 def kept_winner(
-    spec: SweepSpec, study: Study, made: dict[str, MadeTrial], model: SuperModel, view: View
+    spec: SweepSpec,
+    study: Study,
+    made: dict[str, MadeTrial],
+    model: SuperModel,
+    view: View,
+    folder: Path | None = None,
 ) -> Winner | None:
     try:
-        return keep_winner(spec, study, made, model)
+        return keep_winner(spec, study, made, model, folder)
     except (AdapterError, OSError) as error:
         view.say(f"the winner's adapter is not to be used: {error}")
         return None

@@ -22,11 +22,15 @@ from tlora.tuning.results import Study, Winner
 
 
 def keep_winner(
-    spec: SweepSpec, study: Study, made: dict[str, MadeTrial], model: SuperModel
+    spec: SweepSpec,
+    study: Study,
+    made: dict[str, MadeTrial],
+    model: SuperModel,
+    folder: Path | None = None,
 ) -> Winner | None:
-    """`DIR/winner`: adapter/, job.yaml, which trains the trial alone to the same end, and
-    settings.json. None if no trial came to a value. Raises AdapterError if the adapter on disk
-    gives other logits through the kernels than the plain way."""
+    """`DIR/winner`, or another folder: adapter/, job.yaml, which trains the trial alone to the same
+    end, and settings.json. None if no trial came to a value. Raises AdapterError if the adapter on
+    disk gives other logits through the kernels than the plain way."""
     best = study.best
     if best is None:
         return None
@@ -34,8 +38,8 @@ def keep_winner(
     if source is None:
         return None
     check_logits(source, made[best.name], model)
-    folder = study.output / "winner"
-    folder.mkdir(exist_ok=True)
+    folder = folder or study.output / "winner"
+    folder.mkdir(parents=True, exist_ok=True)
     copy(source, folder / "adapter")
     job_file = folder / "job.yaml"
     replace_text(job_file, dump_spec(spec.run((made[best.name].job,))))
