@@ -166,14 +166,16 @@ def test_jobs_that_exit_or_cannot_run_are_counted_apart() -> None:
 
 
 def test_a_long_queue_counts_all_its_waiting() -> None:
-    """Also for jobs that were not runnable for most of it; none is due anything meanwhile."""
+    """Also for jobs that were not runnable for most of it: once one comes in, what it waited
+    before is owed at what it is due then."""
     jobs = [request(f"j{n}", steps=500) for n in range(12)]
     result = run("solo", jobs, 1, max_runnable=3)
     whole = START_S + solo_seconds(jobs[0], result.costs)
     waited = [record.state.waited_s for record in result.recorder.jobs.values()]
     assert waited == pytest.approx([n * whole for n in range(12)])
     last = result.recorder.jobs["j11"].state
-    assert last.fair_s == pytest.approx(whole * (1 + 1 / 2 + 1 / 3)), "of three when all is full"
+    beyond = 9 / 3
+    assert last.fair_s == pytest.approx(whole * (beyond + 1 / 3 + 1 / 2 + 1))
 
 
 def test_an_unknown_policy_is_told() -> None:

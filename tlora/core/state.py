@@ -216,7 +216,8 @@ class State:
         self, now: float, progress: Mapping[str, float], fair_gpus: Mapping[str, float]
     ) -> None:
         """To `now`, with the steps that running jobs have made, and what each runnable one was due
-        since. Jobs that are not runnable are due nothing, and are not touched."""
+        since. Jobs that are not runnable are not touched: what they wait is counted when they come
+        in, at what they are due then."""
         seconds = now - self.now
         assert seconds >= 0, f"time went back from {self.now} to {now}"
         here = self.jobs

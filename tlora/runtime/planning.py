@@ -1,7 +1,7 @@
 """`tlora plan`: what would be grouped with what, where, how fast, and why. Also the profile and the
 costs that plans and scheduled runs rest on."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -264,7 +264,7 @@ def _planned_job(
     state: State,
     costs: Costs,
     rates: dict[str, float],
-    fair: dict[str, float],
+    fair: Mapping[str, float],
 ) -> PlannedJob:
     figures = costs.figures(request)
     rate = rates.get(request.name)
