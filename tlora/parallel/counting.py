@@ -3,6 +3,9 @@
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 
+import torch
+import torch.distributed as dist
+
 
 class Purpose(Enum):
     CONTROL = "control"
@@ -51,3 +54,14 @@ class Counts:
             for purpose, tally in self.by_purpose.items()
             if tally.calls
         }
+
+
+def gather_into(
+    output: torch.Tensor,
+    own: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """torch's all-gather of one tensor, which has changed its name."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, own, group=group, async_op=async_op)

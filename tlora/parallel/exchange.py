@@ -4,7 +4,7 @@ nothing that a rank receives is ever unpickled."""
 import torch
 import torch.distributed as dist
 
-from tlora.parallel.counting import Counts, Purpose
+from tlora.parallel.counting import Counts, Purpose, gather_into
 
 MOST_BYTES = 4096
 
@@ -15,7 +15,7 @@ def exchange(text: str, *, counts: Counts, purpose: Purpose = Purpose.FIGURES) -
     own = torch.zeros(MOST_BYTES, dtype=torch.uint8)
     own[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
     gathered = torch.empty(dist.get_world_size() * MOST_BYTES, dtype=torch.uint8)
-    dist.all_gather_into_tensor(gathered, own)
+    gather_into(gathered, own)
     counts.add(purpose, gathered.numel())
     return [
         bytes(part.tolist()).rstrip(b"\0").decode(errors="ignore")

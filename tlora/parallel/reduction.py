@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from tlora.parallel.counting import Counts, Purpose
+from tlora.parallel.counting import Counts, Purpose, gather_into
 
 
 def sum_in_order(
@@ -28,7 +28,7 @@ def sum_in_order(
     own = torch.cat([*(tensor.reshape(-1) for tensor in tensors), numbers])
     world = dist.get_world_size()
     gathered = own.new_empty(world * len(own))
-    dist.all_gather_into_tensor(gathered, own)
+    gather_into(gathered, own)
     counts.add(purpose, gathered.numel() * gathered.element_size())
     parts = gathered.view(world, len(own)).split([len(own) - len(numbers), len(numbers)], dim=1)
     if tensors:

@@ -11,6 +11,7 @@ begins; what autograd saved is filled again before a layer's backward.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import cast
 
 import torch
@@ -27,7 +28,7 @@ from tlora.core.errors import ModelError
 from tlora.model.head import PlainHead
 from tlora.model.linear import LoraLinear
 from tlora.model.super_model import SuperModel
-from tlora.parallel.counting import Counts, Purpose
+from tlora.parallel.counting import Counts, Purpose, gather_into
 from tlora.parallel.lock_step import Pass
 
 
@@ -69,9 +70,9 @@ class Sharded:
             if hold:
                 unit.set_reshard_after_backward(False)
         backward = [self.root, *reversed(self.layers)]
-        for layer, following in zip(self.layers, self.layers[1:], strict=False):
+        for layer, following in pairwise(self.layers):
             layer.set_modules_to_forward_prefetch([following])
-        for unit, following in zip(backward, backward[1:], strict=False):
+        for unit, following in pairwise(backward):
             unit.set_modules_to_backward_prefetch([following])
         # Itself, which is there: left to itself FSDP2 would gather the embeddings, for nothing.
         backward[-1].set_modules_to_backward_prefetch([backward[-1]])
@@ -80,7 +81,9 @@ class Sharded:
         embeddings.register_forward_hook(_begin_graph)
         for layer in layers:
             linears = _linears_of(model, layer)
-            layer.register_forward_pre_hook(lambda module, _, linears=linears: _renew(module, linears))
+            layer.register_forward_pre_hook(
+                lambda module, _, linears=linears: _renew(module, linears)
+            )
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -216,7 +219,7 @@ class _Gather:
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        work = dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+        work = gather_into(output_tensor, input_tensor, group, async_op)
         self._sharded.issued(output_tensor.numel() * output_tensor.element_size())
         return work
 

@@ -128,8 +128,11 @@ class GroupEngine(Engine):
             self._jobs[name].part = self._part
 
     def detach(self, name: str) -> None:
+        """One that spans ranks leaves all of them between the same two nano-batches."""
+        self._job(name)
+        self._drop_reports(name)
         self._forget(name)
-        super().detach(name)
+        super()._leave(name)
 
     def is_free(self, name: str) -> bool:
         return name not in self._leaving and super().is_free(name)
@@ -253,7 +256,9 @@ class GroupEngine(Engine):
         if batch.kind is Kind.TRAIN and batch.request is None:
             return Standing.BUSY
         # Its losses must be known here before they can be summed.
-        under_way = any(batch is each for launched in self._in_flight for each in launched.batches())
+        under_way = any(
+            batch is each for launched in self._in_flight for each in launched.batches()
+        )
         return Standing.BUSY if under_way else Standing.READY
 
     def _carry_out(self, standings: Sequence[Standing]) -> list[JobFailed]:
