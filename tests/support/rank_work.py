@@ -202,10 +202,11 @@ def less(after: dict[str, dict[str, int]], before: dict[str, dict[str, int]]) ->
 
 
 def break_at(engine: GroupEngine, number: int, place: str):
-    """An exception in the middle of the forward or the backward of one nano-batch."""
+    """An exception in the middle of the forward or the backward of the first training nano-batch
+    from that number on."""
     from tlora.model.linear import SharedInput
 
-    seen = {"passes": 0}
+    seen = {"passes": 0, "broken": 0}
     original_launch = engine._launch
     middle = engine.super_model.groups[len(engine.super_model.groups) // 2]
     original = SharedInput._compute
@@ -216,13 +217,12 @@ def break_at(engine: GroupEngine, number: int, place: str):
 
     def compute(self, x):
         outputs = original(self, x)
-        if self is middle and seen["passes"] == number:
+        due = seen["passes"] >= number and outputs[0].requires_grad
+        if self is middle and due and not seen["broken"]:
+            seen["broken"] = 1
             if place == "forward":
-                seen["passes"] += 1
                 raise RuntimeError("broken on purpose")
-            if outputs[0].requires_grad:
-                seen["passes"] += 1
-                outputs[0].register_hook(_raise)
+            outputs[0].register_hook(_raise)
         return outputs
 
     engine._launch = launch
