@@ -12,7 +12,7 @@ begins; what autograd saved is filled again before a layer's backward.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -64,7 +64,7 @@ class Sharded:
         self.root, self.embeddings, self.layers = units[0], units[1], units[2 : 2 + len(layers)]
         self.head = self.embeddings if self._tied else units[-1]
         self._units = units
-        gather = _Gather(self)
+        gather = cast(Any, _Gather(self))
         for unit in units:
             unit.set_custom_all_gather(gather)
             if hold:
@@ -225,7 +225,9 @@ class _Gather:
 
 
 def _layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+    layers: list[nn.Module] = [
+        each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)
+    ]
     if not layers:
         raise ModelError(
             f"base.model: {type(model).__name__} has no layers that are known as such, and cannot "

@@ -307,7 +307,7 @@ class GroupEngine(Engine):
         own = self._leaving.get(job.name)
         told = exchange(json.dumps(own) if own else "", counts=self.counts)
         rank, text = next((rank, text) for rank, text in enumerate(told) if text)
-        why = _read(text)
+        why = json.loads(text)
         if why["paused"]:
             self.paused.add(job.name)
         self._drop_reports(job.name)
@@ -347,14 +347,6 @@ class GroupEngine(Engine):
 
 def _pass_of(kind: Kind) -> Pass:
     return Pass.TRAIN if kind is Kind.TRAIN else Pass.FORWARD
-
-
-def _read(text: str) -> dict[str, Any]:
-    try:
-        return json.loads(text)
-    except ValueError:
-        # It was cut.
-        return {"paused": False, "reason": text}
 
 
 class _Part:
