@@ -5,17 +5,22 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from support.curves import Curve, Watcher
-from support.jobs import BY_NAME, ROWS, base_model
+from support.jobs import BY_NAME, ROWS, VOCABULARY, base_model
 from tlora.core.job import BaseSpec, EvalSpec, JobSpec
 from tlora.core.plan import Plan
 from tlora.core.sequence import TokenSequence
+from tlora.model.loading import load_base
+from tlora.model.packing import Share, pack
 from tlora.model.super_model import SuperModel
 from tlora.parallel import lock_step
 from tlora.parallel.counting import Counts
+from tlora.parallel.lock_step import Pass
 from tlora.parallel.mesh import shard_mesh
 from tlora.parallel.shard_loading import load_sharded
 from tlora.parallel.sharding import Sharded
@@ -353,3 +358,64 @@ def missing_after_break(path: str) -> int:
     finally:
         sharded.catch_up = catch_up
     return missing[0]
+
+
+def save_variant(kind: str, path: Any) -> None:
+    """A tiny base of some kind."""
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=kind == "tied",
+        attention_bias=kind == "biased",
+        initializer_range=0.1,
+    )
+    model = LlamaForCausalLM(config)
+    if kind == "biased":
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter)
+    model.to(torch.bfloat16 if kind == "bfloat16" else torch.float32).save_pretrained(path)
+
+
+def same_in_shards(kind: str, path: str) -> dict[str, bool]:
+    """A model in shards beside the whole one, forward and backward, twice."""
+    device, counts = torch.device("cpu"), Counts()
+    base = BaseSpec(model=path)
+    mesh = shard_mesh(Plan(bucket=64, fsdp=dist.get_world_size()), device)
+    hold = 2 if kind == "held" else 0
+    loaded, sharded = load_sharded(base, device, mesh, counts=counts, hold=hold)
+    recomputed = kind == "checkpointed"
+    with sharded.building():
+        model = SuperModel(loaded, gradient_checkpointing=recomputed)
+        sharded.serve(model)
+    whole = SuperModel(load_base(base, device), gradient_checkpointing=recomputed)
+    share = Share("odd", [TokenSequence(*2 * [np.arange(4, 30, dtype=np.int32)])], [0], [1.0], 7)
+    batch = pack([share], 32, device)
+    found: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+    for each in (model, whole):
+        each.attach("odd", each.new_adapter(spec_of("odd")), scale=1.0, dropout=0.1)
+        for rows in each.views("odd").values():
+            rows.value.normal_(generator=torch.Generator().manual_seed(3))
+        each.refresh_operands()
+        for train in (True, False, True):
+            if each is model:
+                sharded.begin(Pass.TRAIN if train else Pass.FORWARD)
+            with torch.set_grad_enabled(train), each.routed(batch, train=train):
+                losses = each.token_losses(batch)
+                if train:
+                    torch.autograd.backward(losses, torch.ones_like(losses))
+            if each is model:
+                sharded.end()
+        gradients = [rows.grad.clone() for rows in each.views("odd").values()]
+        found.append((losses.detach(), gradients))
+    (losses, gradients), (expected, own) = found
+    return {
+        "losses": torch.equal(losses, expected),
+        "gradients": all(map(torch.equal, gradients, own)),
+        "refuses": not torch.equal(losses * (1 + 1e-6), expected) and any(map(torch.any, own)),
+    }

@@ -3,7 +3,7 @@ rank's part of every weight read from the checkpoint's files."""
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -36,7 +36,10 @@ def load_sharded(
         )
     files = _files_of(directory)
     model = load_shape(base)
-    cast(nn.Module, model).to(_dtype(base, load_config(base)))
+    dtype = _dtype(base, load_config(base))
+    for parameter in model.parameters():
+        # Not of buffers: rotary frequencies stay in float32.
+        parameter.data = parameter.data.to(dtype)
     sharded = Sharded(model, mesh, counts=counts, hold=hold)
     # FSDP2 has made every parameter a DTensor without memory; now each gets what is its own.
     model.to_empty(device=device)
