@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +14,7 @@ import pytest
 from support import group_faults
 from support.runs import job_file
 
-from tlora.config import load_spec
+from tlora.config import dump_spec, load_spec
 from tlora.core.errors import SpecError
 from tlora.core.job import RunSpec
 from tlora.core.plan import Plan
@@ -141,6 +143,57 @@ def test_an_exception_on_one_rank_is_named(
     assert event["cause"] == "rank 1: OSError: a cable was pulled"
     assert {job.status for job in result.jobs.values()} == {"completed"}
     same_as_alone(tmp_path, alone, JOBS)
+
+
+def test_a_rank_that_runs_dry_gets_a_job(base: Path, rows: Path, tmp_path: Path) -> None:
+    """One job stops early and leaves its rank idle: another moves there, and ends as alone."""
+    data = {"path": str(rows)}
+    spec = load_spec(
+        job_file(
+            base,
+            {
+                "name": "early",
+                "data": data,
+                "train": {"max_steps": 400, "learning_rate": 3.0},
+                "eval": {"split": 4, "steps": 2, "patience": 1},
+            },
+            {"name": "one", "data": data, "train": {"max_steps": 60}},
+            {"name": "two", "data": data, "train": {"max_steps": 60, "seed": 3}},
+        )
+    )
+    train(spec, output=tmp_path / "alone")
+    result = train_in_group(spec, output=tmp_path / "group", plan=LOCAL)
+    assert result.jobs["early"].status == "stopped_early"
+    # The early one has a rate at which rounding grows.
+    same_as_alone(tmp_path / "group", tmp_path / "alone", ("one", "two"))
+    (moved,) = events(tmp_path / "group", "detached")
+    joined = [
+        each["device"]
+        for each in events(tmp_path / "group", "joined")
+        if each["job"] == moved["job"]
+    ]
+    assert joined == [1, 0]
+
+
+def test_torchrun_starts_the_ranks_too(spec: RunSpec, alone: Path, tmp_path: Path) -> None:
+    """The documented command: the same files, events of all ranks among them."""
+    (tmp_path / "jobs.yaml").write_text(dump_spec(spec))
+    (tmp_path / "plan.yaml").write_text("replicas: 2\nbucket: 128\nadapters: rank_local\n")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+            *("--max-restarts", "0", "-m", "tlora", "train", str(tmp_path / "jobs.yaml")),
+            *("--plan", str(tmp_path / "plan.yaml"), "--output", str(tmp_path / "run")),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    same_as_alone(tmp_path / "run", alone, JOBS)
+    assert {each["device"] for each in events(tmp_path / "run", "nano_batch")} == {0, 1}
+    times = [each["time"] for each in events(tmp_path / "run", "nano_batch")]
+    assert times == sorted(times)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from support.curves import Curve, Watcher
 from support.jobs import BY_NAME, ROWS, VOCABULARY, base_model
+from support.preference import PAIR_JOBS, PAIRS
 from tlora.core.job import BaseSpec, EvalSpec, JobSpec
 from tlora.core.plan import Plan
 from tlora.core.sequence import TokenSequence
@@ -24,12 +25,12 @@ from tlora.parallel.lock_step import Pass
 from tlora.parallel.mesh import shard_mesh
 from tlora.parallel.shard_loading import load_sharded
 from tlora.parallel.sharding import Sharded
-from tlora.training.driver import JobDriver
+from tlora.training.driver import JobDriver, Status
 from tlora.training.engine import Engine
 from tlora.training.group_engine import GroupEngine, Usage
 from tlora.training.group_loop import GroupLoop, run_group
 from tlora.training.loop import run_jobs
-from tlora.training.outcome import EvaluationDone, Outcome
+from tlora.training.outcome import EvaluationDone, Outcome, StepDone
 
 STEPS = {"one": 14, "odd": 6, "dropped": 8, "wide": 5, "upper-layer": 12, "widest": 7}
 """They end at different times."""
@@ -419,3 +420,63 @@ def same_in_shards(kind: str, path: str) -> dict[str, bool]:
         "gradients": all(map(torch.equal, gradients, own)),
         "refuses": not torch.equal(losses * (1 + 1e-6), expected) and any(map(torch.any, own)),
     }
+
+
+def train_pairs(path: str = "") -> Told:
+    """Preference jobs, with their references: in a group where one spans ranks if there is a base
+    on disk, else in one process."""
+    specs = [
+        replace(spec, train=replace(spec.train, max_steps=6, adam_epsilon=1e-3))
+        for spec in PAIR_JOBS
+    ]
+    counts = Counts()
+    rank = 0
+    if path:
+        rank = dist.get_rank()
+        plan = Plan(bucket=192, fsdp=2, adapters="mixed", spread=("pairs",))
+        model, sharded, counts = sharded_model(path, plan, 0, False)
+        engine: Engine = GroupEngine(
+            model,
+            budget_tokens=192,
+            bucket_step=32,
+            counts=counts,
+            sharded=sharded,
+            spans=lambda name: name == "pairs",
+        )
+    else:
+        model = SuperModel(base_model())
+        engine = Engine(model, budget_tokens=160, bucket_step=32)
+    watcher = Seen(engine)
+    drivers = []
+    for spec in specs:
+        if spec.name == "pairs" or rank == 0:
+            driver = JobDriver(spec, PAIRS[spec.name], PAIRS[spec.name][:3])
+            driver.attach(engine, model.new_adapter(spec))
+            drivers.append(driver)
+    if isinstance(engine, GroupEngine):
+        run_group(engine, drivers, watcher)
+    else:
+        run_jobs(engine, drivers, watcher)
+    return Told(watcher.curves, watcher.evaluations, watcher.failed, watcher.errors, {}, Usage())
+
+
+def pause_on_one_rank() -> tuple[str, str | None, int, dict[str, Curve]]:
+    """Rank 0 alone finds that a job that spans ranks cannot be saved after its third step."""
+    model = SuperModel(base_model())
+    engine = GroupEngine(
+        model, budget_tokens=192, bucket_step=32, counts=Counts(), spans=lambda name: True
+    )
+
+    class Full(Seen):
+        def on_step(self, driver: JobDriver, done: StepDone) -> None:
+            super().on_step(driver, done)
+            if dist.get_rank() == 0 and driver.name == "dropped" and done.step == 3:
+                driver.status, driver.reason = Status.PAUSED, "the disk is full"
+
+    watcher = Full(engine)
+    drivers = [new_driver(name) for name in ("dropped", "one")]
+    for driver in drivers:
+        driver.attach(engine, model.new_adapter(driver.spec))
+    run_group(engine, drivers, watcher)
+    paused = drivers[0]
+    return paused.status.value, paused.reason, paused.step, watcher.curves

@@ -117,7 +117,8 @@ class Sharded:
 
     def end(self) -> None:
         """The pass is through on this rank."""
-        assert self._issued == len(self._pass), f"{self._issued} of {len(self._pass)} gatherings"
+        if self._issued != len(self._pass):
+            raise GroupLost(f"{self._issued} gatherings in a pass of {len(self._pass)}")
         if self.hold:
             self._held = (self._held + 1) % self.hold
             if not self._held:

@@ -201,6 +201,17 @@ class _Whole:
                     record = json.loads(line)
                     self.hear(rank, Noted(record["what"], record["time"], record["fields"]))
                 path.unlink()
+        self._sort_events()
+
+    def _sort_events(self) -> None:
+        """Those of other ranks were gathered at the end."""
+        path = self.directory.root / "events.jsonl"
+        self.directory.close()
+        lines = path.read_text().splitlines()
+        replace_text(
+            path,
+            "".join(f"{line}\n" for line in sorted(lines, key=lambda at: json.loads(at)["time"])),
+        )
 
     def _notes(self, rank: int) -> Path:
         return self.directory.root / f".notes-{rank}.jsonl"
