@@ -90,6 +90,8 @@ def test_a_plan_leaves_what_one_process_leaves(spec: RunSpec, alone: Path, tmp_p
     for each in about["ranks"]:
         assert each["collectives"]["gradient"]["calls"] == 24
         assert 0 < each["utilisation"] <= 1
+    page = (tmp_path / "report.html").read_text()
+    assert 'id="ranks"' in page and "gradient: 24 x" in page
 
 
 def lose(when: Path, number: int, rank: int, lost: list[float]) -> Callable[[Ranks], None]:

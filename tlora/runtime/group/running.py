@@ -153,6 +153,8 @@ class _Whole:
         data = prepare_jobs(spec, limit=context_length(shape.config))
         self.progress.say(*start_lines(spec.jobs, data, directory.root / "data.txt"))
         directory.create(fresh=fresh)
+        for left in directory.root.glob(".notes-*.jsonl"):
+            left.unlink()
         replace_text(
             directory.root / "resolved.yaml",
             dump_spec(replace(spec, jobs=(*spec.jobs, *absent))),
