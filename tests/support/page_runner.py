@@ -10,12 +10,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import yaml
+
 from support.pages import Block, PageError, check_output
 from tlora.config import load_spec, load_sweep
 from tlora.config.fields import JOB
 from tlora.config.reading import parse_yaml
 from tlora.config.values import is_tree
 from tlora.core.errors import SpecError
+from tlora.runtime.group.plans import plan_of
 
 SUPPORT = Path(__file__).parent
 REPOSITORY = SUPPORT.parents[1]
@@ -139,17 +142,19 @@ def run_block(block: Block, folder: Path, shell: Shell) -> str:
 
 
 def load_block(block: Block, folder: Path) -> None:
-    """A job or sweep file, or some lines of one; the reader saves one that begins with its name."""
+    """A job, sweep or plan file, or some lines of a job or sweep file; the reader saves one that
+    begins with its name."""
     tree = parse_yaml(block.text, block.place)
     if not is_tree(tree):
         raise PageError(f"{block.place}: not a mapping")
+    is_plan = "bucket" in tree
     if "search" in tree:
         tree = {
             "base": "demo",
             "task": {"name": "a", "data": "org/rows", "eval": {"split": 4}},
             **tree,
         }
-    elif "jobs" not in tree:
+    elif "jobs" not in tree and not is_plan:
         job = {key: value for key, value in tree.items() if key in JOB.sections[""]}
         rest = {key: value for key, value in tree.items() if key not in job}
         tree = {"base": "demo", **rest, "jobs": [{"name": "a", "data": "org/rows", **job}]}
@@ -157,7 +162,10 @@ def load_block(block: Block, folder: Path) -> None:
     try:
         # A mapping's names are looked up where we stand.
         os.chdir(folder)
-        (load_sweep if "search" in tree else load_spec)(tree)
+        if is_plan:
+            plan_of(yaml.safe_load(block.text))
+        else:
+            (load_sweep if "search" in tree else load_spec)(tree)
     except SpecError as error:
         raise PageError(f"{block.place}: {error}") from error
     finally:
