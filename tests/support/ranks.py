@@ -24,6 +24,9 @@ class Ranks:
         os.environ["PYTHONPATH"] = folders
         self._connections: list[Connection] = []
         self._processes = []
+        self._group = (0, 0)
+        """How many groups there were, and the ranks of the last one."""
+
         for _ in range(most):
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(theirs,), daemon=True)
@@ -34,14 +37,17 @@ class Ranks:
 
     def call(self, work: Callable[..., Any], world: int, **settings: Any) -> list[Any]:
         """What `work(**settings)` returns on each of `world` ranks."""
+        if self._group[1] != world:
+            self._group = (self._group[0] + 1, world)
         port = _free_port()
         for rank, connection in enumerate(self._connections[:world]):
-            connection.send((work, rank, world, port, settings))
+            connection.send((work, rank, self._group, port, settings))
         answers = []
         for rank, connection in enumerate(self._connections[:world]):
             assert connection.poll(ANSWER_S), f"rank {rank} does not answer"
             ok, answer = connection.recv()
             if not ok:
+                self._group = (self._group[0], 0)
                 raise AssertionError(f"rank {rank}: {answer}")
             answers.append(answer)
         return answers
@@ -59,25 +65,28 @@ def serve(connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from support import rank_work
+
     torch.set_num_threads(1)
-    entered = None
+    entered = (0, 0)
     while True:
         try:
-            work, rank, world, port, settings = connection.recv()
+            work, rank, group, port, settings = connection.recv()
         except EOFError:
             os._exit(0)
         try:
-            if entered != world:
+            if entered != group:
+                # Models in shards belong to the group that they were made in.
+                rank_work.sharded_model.cache_clear()
                 if dist.is_initialized():
                     dist.destroy_process_group()
                 dist.init_process_group(
-                    "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
+                    "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=group[1]
                 )
-                entered = world
+                entered = group
             connection.send((True, work(**settings)))
         except BaseException:
             connection.send((False, traceback.format_exc()))
-            entered = None
 
 
 def _free_port() -> int:

@@ -139,6 +139,8 @@ class Sharded:
     def reset(self) -> None:
         """Nothing is gathered from now on; on all ranks, before the next pass, if one broke off."""
         self._held = 0
+        if not hasattr(FSDPModule, "reset_iter_state"):
+            raise GroupLost("this version of torch cannot take a pass back that broke off")
         for root in (self.root, self.head):
             if root is not self.embeddings:
                 root.reset_iter_state()
