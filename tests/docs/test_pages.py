@@ -98,6 +98,7 @@ SETUP: dict[str, Callable[[Path], None]] = {
     "docs/isolation.md": small_run,
     "docs/migrating.md": migrating,
     "docs/nano_batches.md": small_run,
+    "docs/parallel.md": small_run,
     "docs/plan.md": small_run,
     "docs/report.md": small_run,
     "docs/resume.md": small_run,

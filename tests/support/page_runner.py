@@ -144,16 +144,14 @@ def load_block(block: Block, folder: Path) -> None:
     tree = parse_yaml(block.text, block.place)
     if not is_tree(tree):
         raise PageError(f"{block.place}: not a mapping")
-    if "bucket" in tree:
-        load_plan(tree)
-        return
+    is_plan = "bucket" in tree
     if "search" in tree:
         tree = {
             "base": "demo",
             "task": {"name": "a", "data": "org/rows", "eval": {"split": 4}},
             **tree,
         }
-    elif "jobs" not in tree:
+    elif "jobs" not in tree and not is_plan:
         job = {key: value for key, value in tree.items() if key in JOB.sections[""]}
         rest = {key: value for key, value in tree.items() if key not in job}
         tree = {"base": "demo", **rest, "jobs": [{"name": "a", "data": "org/rows", **job}]}
@@ -161,7 +159,7 @@ def load_block(block: Block, folder: Path) -> None:
     try:
         # A mapping's names are looked up where we stand.
         os.chdir(folder)
-        (load_sweep if "search" in tree else load_spec)(tree)
+        (load_plan if is_plan else load_sweep if "search" in tree else load_spec)(tree)
     except SpecError as error:
         raise PageError(f"{block.place}: {error}") from error
     finally:

@@ -1,14 +1,18 @@
 """`tlora train`."""
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tlora.cli.options import JobFile, Overrides, PolicyOption, ProfileOption
 from tlora.cli.output import print_error
 from tlora.core.errors import SpecError
-from tlora.core.job import Isolation
+from tlora.core.job import Isolation, RunSpec
+
+if TYPE_CHECKING:
+    from tlora.runtime.training import RunResult
 
 
 def train(
@@ -33,6 +37,15 @@ def train(
             "where is scheduled.",
         ),
     ] = 1,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            "--plan",
+            metavar="FILE",
+            help="Lay one copy of the jobs' base over several ranks as this file says: replicas, "
+            "fsdp, bucket, adapters. Under torchrun this process is one of the ranks.",
+        ),
+    ] = None,
     profile: ProfileOption = None,
     policy: PolicyOption = "tlora",
     isolation: Annotated[
@@ -58,7 +71,9 @@ def train(
     if fresh and not yes:
         ask_to_start_over(folder)
 
-    if devices == 1:
+    if plan is not None:
+        result = train_with_plan(spec, folder, plan, devices=devices, fresh=fresh)
+    elif devices == 1:
         from tlora.runtime.training import train as train_run
 
         result = train_run(spec, output=folder, fresh=fresh)
@@ -74,6 +89,21 @@ def train(
     if result.failed:
         print_error(f"failed: {', '.join(result.failed)}; the reasons are in {folder}")
         raise typer.Exit(1)
+
+
+def train_with_plan(
+    spec: RunSpec, folder: Path, file: Path, *, devices: int, fresh: bool
+) -> "RunResult":
+    from tlora.config import load_plan
+    from tlora.runtime.group.plans import check_plan
+    from tlora.runtime.group.running import train_as_rank, train_in_group
+
+    plan = load_plan(file)
+    check_plan(plan, spec, world=None if devices == 1 else devices)
+    # torchrun's own variables: somebody else has started the ranks.
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return train_as_rank(spec, output=folder, plan=plan, fresh=fresh)
+    return train_in_group(spec, output=folder, plan=plan, fresh=fresh)
 
 
 def ask_to_start_over(folder: Path) -> None:

@@ -25,6 +25,7 @@ RUN_FILES = (
     "study.json",
     "winner",
     "data.txt",
+    "group.json",
     "mlflow.db",
     "tensorboard",
     "wandb",

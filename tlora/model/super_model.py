@@ -138,6 +138,10 @@ class SuperModel:
         """The output head, where losses need not all logits."""
         return self._head
 
+    @head.setter
+    def head(self, head: PlainHead) -> None:
+        self._head = head
+
     @property
     def pools(self) -> list[GroupPool]:
         return [group.pool for group in self._groups]

@@ -20,6 +20,7 @@ from tlora.runtime.report_data import report_data
 from tlora.runtime.report_tables import (
     job_rows,
     preference_rows,
+    rank_rows,
     setting_columns,
     shared_settings,
 )
@@ -74,6 +75,7 @@ def render(log: RunLog) -> str:
         jobs=jobs,
         troubled=[job for job in jobs if job.reason],
         preferences=preference_rows(log),
+        ranks=rank_rows(log),
         columns=setting_columns(log),
         shared=shared_settings(log),
         style=Markup((REPORT / "report.css").read_text(encoding="utf-8")),

@@ -1,6 +1,7 @@
 """The report's tables: every job's results, and its settings, told apart into those that differ
 between jobs and those they share."""
 
+import json
 from dataclasses import dataclass
 
 from tlora.runtime.run_log import JobLog, RunLog
@@ -47,6 +48,20 @@ class PreferenceRow:
     margin: float
     chosen_reward: float
     rejected_reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """A rank of a run under a plan: how much it had to do, and what it was told by others."""
+
+    rank: int
+    copy: int
+    shard: int
+    turns: int
+    empty: int
+    utilisation: float
+    received: dict[str, str]
+    """By purpose: calls and bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,3 +182,26 @@ def shown(value: object) -> str:
 
 def key(value: object) -> float | str:
     return float(value) if isinstance(value, int | float) else shown(value)
+
+
+def rank_rows(log: RunLog) -> list[RankRow]:
+    """Of the last group of ranks, if there was one and it came to its end."""
+    try:
+        ranks = json.loads((log.root / "group.json").read_text())["ranks"]
+        return [
+            RankRow(
+                rank=each["rank"],
+                copy=each["replica"],
+                shard=each["shard"],
+                turns=each["turns"],
+                empty=each["empty"],
+                utilisation=each["utilisation"],
+                received={
+                    purpose: f"{tally['calls']:,} x {tally['num_bytes'] // tally['calls']:,} bytes"
+                    for purpose, tally in each["collectives"].items()
+                },
+            )
+            for each in ranks
+        ]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []

@@ -80,6 +80,9 @@ class Batch:
     tally: Tally = field(default_factory=Tally)
     """Of the pairs that have come back."""
 
+    partial: bool = False
+    """It spans ranks, and what the others have of it is not in yet."""
+
     dropped: bool = False
     """It was begun anew, or its job is gone: what still comes back of it is of no use."""
 
@@ -99,6 +102,11 @@ class Batch:
                 break
             self.ahead.append(FedUnit(unit, len(unit), 0, 0.0, self._place(unit)))
             tokens += len(unit)
+
+    def keep(self, own: Sequence[bool], *, first: int) -> None:
+        """Of the units from `first` on, launch those that are this rank's own."""
+        others = {first + index for index, mine in enumerate(own) if not mine}
+        self.left = [index for index in self.left if index not in others]
 
     def _place(self, unit: Unit) -> int:
         if self.preference is None:
@@ -168,17 +176,18 @@ class Batch:
                 self.no_reference.append(each.unit.origin)
 
     def check_reference(self) -> None:
-        if self.no_reference:
+        if self.no_reference and not self.partial:
             rows = _rows(self.no_reference)
             raise JobFailed(f"the base model's own loss is no number{rows}", job=self.job)
 
     def check_loss(self) -> None:
         self.check_reference()
-        if not math.isfinite(self.loss):
+        if not math.isfinite(self.loss) and not self.partial:
             self._fail(f"the loss is {self.loss}", self.not_finite)
 
     def finish_step(self, grad_norm: float) -> StepDone:
         """The step was taken; or it was not, because its norm is no number, and the job fails."""
+        self.check_loss()
         if not math.isfinite(grad_norm):
             origins = [each.unit.origin for each in self.fed]
             self._fail(f"the gradient norm is {grad_norm}", origins)

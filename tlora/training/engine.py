@@ -26,7 +26,7 @@ from tlora.model.super_model import SuperModel
 from tlora.training import loss, moving, optimiser
 from tlora.training.batch import Batch, Preference, StepRequest
 from tlora.training.checks import check_state, check_units
-from tlora.training.compose import Composition, Kind, buckets_for, compose
+from tlora.training.compose import Composition, Kind, Waiting, buckets_for, compose
 from tlora.training.controller import Controller, Measure
 from tlora.training.engine_job import EngineJob, HeldOut, JobState
 from tlora.training.in_flight import (
@@ -206,7 +206,8 @@ class Engine:
             if not targets:
                 raise ValueError(f"job '{name}' has no trained token to be evaluated on")
             counted = len(sequences) if job.preference else targets
-            job.held_out = HeldOut(sequences, targets, loss_scale=1.0 / counted)
+            rows = self._own_rows(job, sequences)
+            job.held_out = HeldOut(sequences, targets, loss_scale=1.0 / counted, rows=rows)
         # A controller may make them larger before the evaluation is over.
         largest = self.budget_tokens if self._controller is None else self._controller.limit
         job.start_evaluation(window_tokens=EVALUATION_WINDOW * largest)
@@ -269,10 +270,18 @@ class Engine:
             raise ValueError(f"no job '{name}' is attached")
         return self._jobs[name]
 
-    def _compose(self) -> Composition | None:
+    def _own_rows(self, job: EngineJob, sequences: Sequences) -> Sequences:
+        """What is evaluated here."""
+        return sequences
+
+    def _waiting(self) -> list[Waiting]:
         waiting = [job.waiting() for job in self._jobs.values() if job.has_waiting]
         if self._suspects:
             waiting = [each for each in waiting if each.job == self._suspects[0]]
+        return waiting
+
+    def _compose(self) -> Composition | None:
+        waiting = self._waiting()
         if self._controller is not None:
             self.budget_tokens = self._controller.budget
         budget = self.budget_tokens

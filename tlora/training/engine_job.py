@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -26,6 +27,16 @@ class HeldOut:
     sequences: Sequences
     num_targets: int
     loss_scale: float
+    rows: Sequences
+    """Those of `sequences` that this rank looks at: all, but of a job that spans ranks."""
+
+
+class Part(Protocol):
+    """Which units of a batch are this rank's, of a job that spans ranks."""
+
+    def own(self, lengths: Sequence[int], *, first: int) -> list[bool]:
+        """The ranks take turns in being the `first` that is dealt to."""
+        ...
 
 
 @dataclass(slots=True)
@@ -54,6 +65,9 @@ class EngineJob:
     rank: int
     optimiser: AdamW
     preference: Preference | None = None
+    part: Part | None = None
+    """None where the whole job is here."""
+
     step: int = 0
     """Steps that have been launched."""
 
@@ -83,12 +97,16 @@ class EngineJob:
     @property
     def due(self) -> bool:
         """Its step can be taken now."""
-        return self.requested and not self.has_waiting
+        return self.requested and self._is_through
 
     @property
     def evaluated(self) -> bool:
         """All held-out rows are under way."""
-        return self.kind is Kind.EVALUATE and not self.has_waiting
+        return self.kind is Kind.EVALUATE and self._is_through
+
+    @property
+    def _is_through(self) -> bool:
+        return self.batch is not None and not self.batch.left and not self.batch.partial
 
     def feed(
         self,
@@ -102,11 +120,19 @@ class EngineJob:
             self.batch = self._new_batch(Kind.TRAIN)
         last = self.batch.fed[-1] if self.batch.fed else None
         offset = last.row_offset + last.length if last else 0
+        first = len(self.batch.fed)
         self.batch.add(units, loss_scale, offset=offset)
+        self._keep_own(self.batch, first=first)
         self.batch.look_ahead(coming, room)
 
     def _new_batch(self, kind: Kind) -> Batch:
-        return Batch(self.name, kind, self.step, self.preference)
+        partial = self.part is not None
+        return Batch(self.name, kind, self.step, self.preference, partial=partial)
+
+    def _keep_own(self, batch: Batch, *, first: int = 0) -> None:
+        if self.part is not None:
+            lengths = [each.length for each in batch.fed[first:]]
+            batch.keep(self.part.own(lengths, first=self.step), first=first)
 
     def request_step(self, request: StepRequest) -> None:
         assert self.batch is not None
@@ -126,7 +152,7 @@ class EngineJob:
         batch = self.batch
         if batch is None or batch.kind is not Kind.EVALUATE or self.held_out is None:
             return
-        rows, drawn = self.held_out.sequences, self.drawn
+        rows, drawn = self.held_out.rows, self.drawn
         if drawn.sequences == len(rows):
             return
         waiting = sum(batch.fed[index].length for index in batch.left)
@@ -193,6 +219,7 @@ class EngineJob:
         else:
             self.batch.fed, self.batch.ahead = old.fed, old.ahead
             self.batch.left = list(range(len(old.fed)))
+            self._keep_own(self.batch)
 
     def due_step(self) -> DueStep:
         assert self.batch is not None and self.batch.request is not None
@@ -232,7 +259,7 @@ class EngineJob:
         if batch is None:
             return
         replaying = batch.kind is Kind.EVALUATE and not self.drawn.sequences
-        assert replaying or batch.fed, f"{self.name} has a batch for nothing"
+        assert replaying or batch.fed or self.part, f"{self.name} has a batch for nothing"
         assert batch.request is None or batch.kind is Kind.TRAIN
         assert batch.left == sorted(set(batch.left)), f"{self.name} would run a sequence twice"
         assert set(batch.left) <= set(range(len(batch.fed)))

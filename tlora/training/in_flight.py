@@ -127,6 +127,7 @@ class InFlight:
             if not each.batch.dropped:
                 try:
                     each.job.check_weights(bool(each.weights_are_finite))
+                    each.batch.check_loss()
                     found.evaluations.append(self._evaluated(each))
                 except JobFailed as failure:
                     found.failures.append(failure)

@@ -29,6 +29,65 @@ class Observer(Protocol):
         ...
 
 
+class JobLoop:
+    """The jobs that are being driven, and who is told of them."""
+
+    def __init__(self, engine: Engine, drivers: Iterable[JobDriver], observer: Observer) -> None:
+        self.engine = engine
+        self.active = {driver.name: driver for driver in drivers}
+        self._observer = observer
+        self._untold: deque[News] = deque()
+
+    def advance(self) -> None:
+        """Every job feeds the engine or is over; whoever is over leaves."""
+        for driver in list(self.active.values()):
+            advance(driver, self.engine)
+            if driver.status is Status.FAILED:
+                self.engine.detach(driver.name)
+                self._observer.on_end(driver)
+                del self.active[driver.name]
+            elif driver.status is not Status.RUNNING:
+                self._observer.on_end(driver)
+                self.engine.detach(driver.name)
+                del self.active[driver.name]
+
+    def tell(self, outcome: Outcome) -> None:
+        if outcome.is_empty:
+            return
+        self._untold.extend(_news(outcome))
+        self._observer.on_nano_batch(outcome)
+        while self._untold:
+            self._tell_of(self._untold.popleft())
+
+    def rescue(self) -> None:
+        """The loop broke. Whoever can still hear of its last step is whole, and can be saved."""
+        with suppress(Exception):
+            for outcome in self.engine.drain():
+                self._untold.extend(_news(outcome))
+        while self._untold:
+            with suppress(Exception):
+                self._tell_of(self._untold.popleft())
+
+    def finish(self) -> list[JobDriver]:
+        """Tell what is still under way: those that are left."""
+        for outcome in self.engine.drain():
+            self.tell(outcome)
+        return list(self.active.values())
+
+    def _tell_of(self, news: News) -> None:
+        match news:
+            case StepDone():
+                self.active[news.job].on_step(news)
+                self._observer.on_step(self.active[news.job], news)
+            case EvaluationDone():
+                self.active[news.job].on_evaluation(news, self.engine)
+                self._observer.on_evaluation(self.active[news.job], news)
+            case JobFailed():
+                driver = self.active.pop(news.job)
+                driver.on_failure(news)
+                self._observer.on_end(driver)
+
+
 def run_jobs(
     engine: Engine,
     drivers: Iterable[JobDriver],
@@ -38,63 +97,23 @@ def run_jobs(
 ) -> list[JobDriver]:
     """Train attached jobs until each is over; a job leaves the engine as soon as it is. Returns
     those still attached when `should_stop`, asked between nano-batches, ended it before."""
-    active = {driver.name: driver for driver in drivers}
-    untold: deque[News] = deque()
-
-    def tell(outcome: Outcome) -> None:
-        if outcome.is_empty:
-            return
-        untold.extend(_news(outcome))
-        observer.on_nano_batch(outcome)
-        while untold:
-            tell_of(untold.popleft())
-
-    def tell_of(news: News) -> None:
-        match news:
-            case StepDone():
-                active[news.job].on_step(news)
-                observer.on_step(active[news.job], news)
-            case EvaluationDone():
-                active[news.job].on_evaluation(news, engine)
-                observer.on_evaluation(active[news.job], news)
-            case JobFailed():
-                driver = active.pop(news.job)
-                driver.on_failure(news)
-                observer.on_end(driver)
-
+    loop = JobLoop(engine, drivers, observer)
     try:
-        while active and not should_stop():
-            for driver in list(active.values()):
-                _advance(driver, engine)
-                if driver.status is Status.FAILED:
-                    engine.detach(driver.name)
-                    observer.on_end(driver)
-                    del active[driver.name]
-                elif driver.status is not Status.RUNNING:
-                    observer.on_end(driver)
-                    engine.detach(driver.name)
-                    del active[driver.name]
+        while loop.active and not should_stop():
+            loop.advance()
             if engine.has_work():
-                tell(engine.run_nano_batch())
+                loop.tell(engine.run_nano_batch())
     except Exception:
-        # Whoever can still hear of its last step is whole, and can be saved.
-        with suppress(Exception):
-            for outcome in engine.drain():
-                untold.extend(_news(outcome))
-        while untold:
-            with suppress(Exception):
-                tell_of(untold.popleft())
+        loop.rescue()
         raise
-    for outcome in engine.drain():
-        tell(outcome)
-    return list(active.values())
+    return loop.finish()
 
 
 def _news(outcome: Outcome) -> tuple[News, ...]:
     return (*outcome.steps, *outcome.evaluations, *outcome.failures)
 
 
-def _advance(driver: JobDriver, engine: Engine) -> None:
+def advance(driver: JobDriver, engine: Engine) -> None:
     """What keeps a job from its next batch, a row that cannot be read say, fails that job alone."""
     try:
         driver.advance(engine)

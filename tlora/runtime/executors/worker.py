@@ -96,12 +96,12 @@ class Worker:
         self.engine = Engine(
             self.model, budget_tokens=exact or settings.limit_tokens or 1, exact=exact is not None
         )
-        self.directory = _ToldDirectory(settings.directory, tell)
+        self.directory = ToldDirectory(settings.directory, tell)
         self.recorder = Recorder(
             self.directory,
             self.spec.base,
             self.engine,
-            _ToldProgress(tell),
+            ToldProgress(tell),
             Sinks(self.spec.report_to, settings.directory, lambda line: tell(Said((line,)))),
             looks=not settings.asks,
         )
@@ -293,7 +293,7 @@ def no_result(job: str, reason: str) -> JobResult:
     )
 
 
-class _ToldDirectory(RunDirectory):
+class ToldDirectory(RunDirectory):
     """Several workers write into one run directory, each its own jobs' files; the events of all are
     written by whoever leads the run."""
 
@@ -305,7 +305,7 @@ class _ToldDirectory(RunDirectory):
         self._tell(Noted(kind, time.time(), fields))
 
 
-class _ToldProgress:
+class ToldProgress:
     """Progress that is told instead of shown."""
 
     def __init__(self, tell: Tell) -> None:

@@ -1,0 +1,80 @@
+"""A group of one rank on a CUDA device: nccl for gradients, gloo for the control element.
+
+What needs two devices, gatherings and their overlap, is tried with CPU processes only.
+"""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.curves import difference
+from support.jobs import JOBS, ROWS, base_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+
+
+@pytest.fixture(scope="module")
+def device():
+    from tlora.parallel.mesh import join
+
+    place = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29531",
+    }
+    before = {name: os.environ.get(name) for name in place}
+    os.environ |= place
+    yield join()
+    dist.destroy_process_group()
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+
+
+@pytest.mark.parametrize("spanning", [False, True])
+def test_a_group_of_one_trains_as_an_engine(spanning: bool, device: torch.device) -> None:
+    """Jobs on the rank alone, a nano-batch ahead; and jobs that span all ranks, of which there is
+    one: the sums go through nccl."""
+    from support.curves import Watcher
+
+    from tlora.model.super_model import SuperModel
+    from tlora.parallel.counting import Counts
+    from tlora.training.driver import JobDriver
+    from tlora.training.engine import Engine
+    from tlora.training.group_engine import GroupEngine
+    from tlora.training.group_loop import run_group
+    from tlora.training.loop import run_jobs
+
+    def trained(in_group: bool):
+        model = SuperModel(base_model().to(device))
+        if in_group:
+            engine = GroupEngine(
+                model,
+                budget_tokens=192,
+                counts=Counts(),
+                spans=lambda name: spanning,
+                ahead=0 if spanning else None,
+            )
+        else:
+            engine = Engine(model, budget_tokens=192)
+        drivers = []
+        for spec in JOBS[:4]:
+            driver = JobDriver(spec, ROWS[spec.name])
+            driver.attach(engine, model.new_adapter(spec))
+            drivers.append(driver)
+        watcher = Watcher(engine)
+        (run_group if in_group else run_jobs)(engine, drivers, watcher)  # type: ignore[arg-type]
+        return watcher.curves
+
+    found, expected = trained(True), trained(False)
+    for name, curve in expected.items():
+        # tf32 and the order of sums on a device: as in tests/gpu/test_cuda.py.
+        assert difference(found[name], curve).within(1e-3), name

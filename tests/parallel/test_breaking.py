@@ -1,0 +1,66 @@
+"""What goes wrong on one rank: nobody hangs, whoever is concerned runs its batch again or fails,
+and everybody else trains as if nothing had happened."""
+
+import pytest
+from support import rank_work
+from support.curves import difference
+from support.rank_work import Told
+from support.ranks import Ranks
+
+from tlora.core.plan import Plan
+
+ROUNDING = 5e-6
+JOBS = ("one", "odd", "dropped", "wide")
+
+
+def same_as_alone(told: list[Told], alone: Told, names: tuple[str, ...] = JOBS) -> bool:
+    curves = {name: curve for each in told for name, curve in each.curves.items()}
+    return all(difference(curves[name], alone.curves[name]).within(ROUNDING) for name in names)
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("hold", [0, 2])
+def test_a_pass_that_breaks_off_in_shards_holds_nobody_up(
+    place: str, hold: int, ranks: Ranks, checkpoint: str, alone: Told
+) -> None:
+    """In the middle of the layers, with a job that spans both ranks: its batch is run again on
+    both, and all end as they would alone."""
+    plan = Plan(bucket=192, fsdp=2, adapters="mixed", spread=("wide",))
+    told = ranks.call(
+        rank_work.train_in_group,
+        2,
+        plan=plan,
+        path=checkpoint,
+        hold=hold,
+        first=JOBS,
+        break_pass=(1, 9, place),
+    )
+    assert any("broken on purpose" in error for error in told[1].errors)
+    assert not told[0].errors and not any(each.failed for each in told)
+    assert same_as_alone(told, alone)
+
+
+def test_a_pass_that_breaks_off_without_shards(ranks: Ranks, alone: Told) -> None:
+    """Whole copies: the other rank does not even notice, but for the job that spans both."""
+    plan = Plan(bucket=192, replicas=2)
+    told = ranks.call(
+        rank_work.train_in_group, 2, plan=plan, first=JOBS, break_pass=(0, 5, "backward")
+    )
+    assert told[0].errors and not told[1].errors
+    assert same_as_alone(told, alone)
+
+
+def test_a_job_that_fails_on_one_rank_fails_on_all(ranks: Ranks, alone: Told) -> None:
+    """Its gradient is infinite on one rank: it leaves both, with the reason; the others go on."""
+    plan = Plan(bucket=192, replicas=2)
+    told = ranks.call(rank_work.train_in_group, 2, plan=plan, first=JOBS, poison=(1, 12, "dropped"))
+    for each in told:
+        assert set(each.failed) == {"dropped"}
+        assert "gradient norm is" in each.failed["dropped"]
+    assert same_as_alone(told, alone, ("one", "odd", "wide"))
+
+
+def test_without_catching_up_the_others_would_wait(ranks: Ranks, checkpoint: str) -> None:
+    """How many gatherings the rank that broke off had left to do."""
+    missing = ranks.call(rank_work.missing_after_break, 2, path=checkpoint)
+    assert missing[1] > 0 and missing[0] == 0

@@ -1,0 +1,79 @@
+"""What ranks say to each other: counted by purpose, and nothing that is not counted."""
+
+import pytest
+from support import rank_work
+from support.jobs import base_model
+from support.ranks import Ranks
+
+from tlora.core.plan import Plan
+
+LAYERS = 2
+
+
+def frozen_bytes() -> dict[str, int]:
+    """Of the parts that are gathered."""
+    model = base_model()
+    of = lambda module: sum(4 * each.numel() for each in module.parameters())  # noqa: E731
+    return {
+        "embeddings": of(model.model.embed_tokens),
+        "layers": of(model.model.layers),
+        "root": of(model.model.norm),
+        "head": of(model.lm_head),
+    }
+
+
+def test_rank_local_adapters_need_the_control_element_alone(ranks: Ranks) -> None:
+    """Whole copies of the backbone, each job on one rank."""
+    plan = Plan(bucket=192, replicas=2, adapters="rank_local")
+    told = ranks.call(rank_work.watched, 2, plan=plan, first=("one", "odd"))
+    for counts, calls in told:
+        assert set(counts) == {"control"}
+        assert calls == {"all_reduce": counts["control"]["calls"]}
+
+
+def test_shards_move_the_backbone_and_nothing_else(ranks: Ranks, checkpoint: str) -> None:
+    """Every layer once in forward and once in backward, the head and the embeddings once."""
+    plan = Plan(bucket=192, fsdp=2, adapters="rank_local")
+    told = ranks.call(rank_work.watched, 2, plan=plan, path=checkpoint, first=("wide", "one"))
+    size = frozen_bytes()
+    for counts, calls in told:
+        assert set(counts) == {"control", "backbone"}
+        assert calls == {
+            "all_reduce": counts["control"]["calls"],
+            "all_gather": counts["backbone"]["calls"],
+        }
+        forward, train = calls_of(counts["control"]["passes"])
+        assert counts["backbone"]["calls"] == (LAYERS + 3) * forward + (2 * LAYERS + 4) * train
+        once = sum(size.values())
+        again = once + size["layers"] + size["root"]
+        assert counts["backbone"]["num_bytes"] == once * forward + again * train
+
+
+def calls_of(passes: dict[str, int]) -> tuple[int, int]:
+    return passes["forward"], passes["train"]
+
+
+def test_a_job_that_spans_ranks_is_summed_at_its_own_steps(ranks: Ranks) -> None:
+    """One gathering of its own gradient for each of its steps, one number's for an evaluation;
+    nothing for its neighbour on one rank."""
+    plan = Plan(bucket=192, replicas=2, adapters="mixed", spread=("odd",))
+    told = ranks.call(rank_work.watched, 2, plan=plan, first=("one", "odd"))
+    steps, evaluations = rank_work.STEPS["odd"], 3
+    numbers = rank_work.adapter_numbers("odd")
+    for counts, _ in told:
+        assert counts["gradient"]["calls"] == steps
+        assert counts["figures"]["calls"] == evaluations
+        figures = 9
+        assert counts["gradient"]["num_bytes"] == steps * 2 * (4 * numbers + 8 * figures)
+
+
+@pytest.mark.parametrize("hold", [1, 3])
+def test_what_is_held_is_not_gathered_again(hold: int, ranks: Ranks, checkpoint: str) -> None:
+    """Kept for some nano-batches the whole backbone is gathered once for all of them."""
+    plan = Plan(bucket=192, fsdp=2, adapters="rank_local")
+    told = ranks.call(
+        rank_work.watched, 2, plan=plan, path=checkpoint, hold=hold, first=("wide", "one")
+    )
+    for counts, _ in told:
+        passes = sum(calls_of(counts["control"]["passes"]))
+        assert counts["backbone"]["calls"] == (LAYERS + 3) * -(-passes // hold)

@@ -1,0 +1,104 @@
+"""Who takes what: sequences over ranks, jobs over ranks, and who moves."""
+
+import random
+
+import pytest
+
+from tlora.core.plan import Plan
+from tlora.parallel.dealing import Load, Move, deal_jobs, deal_sequences, moves_to_balance
+from tlora.parallel.mesh import Place, check_runs, place_of
+from tlora.parallel.shrinking import smaller
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_every_sequence_is_dealt_once_and_no_rank_has_a_sequence_more(num_ranks: int) -> None:
+    """The fullest rank has at most the longest sequence more than the emptiest."""
+    for seed in range(50):
+        generator = random.Random(seed)
+        lengths = [generator.randint(1, 100) for _ in range(generator.randint(1, 20))]
+        ranks = deal_sequences(lengths, num_ranks, first=seed % num_ranks)
+        assert len(ranks) == len(lengths) and set(ranks) <= set(range(num_ranks))
+        tokens = [
+            sum(length for length, each in zip(lengths, ranks, strict=True) if each == rank)
+            for rank in range(num_ranks)
+        ]
+        assert max(tokens) - min(tokens) <= max(lengths)
+
+
+def test_batches_of_one_go_round() -> None:
+    """So that a job of batch 1 does not live on one rank."""
+    assert [deal_sequences([7], 3, first=step % 3)[0] for step in range(4)] == [0, 1, 2, 0]
+
+
+def test_jobs_are_dealt_by_tokens_and_rank() -> None:
+    """The heavy one alone; a wide adapter counts more than a narrow one of the same tokens."""
+    loads = [Load("heavy", 100, 8), Load("a", 40, 8), Load("b", 30, 8), Load("c", 20, 8)]
+    places = deal_jobs(loads, 2)
+    assert [name for name, rank in places.items() if rank == places["heavy"]] == ["heavy"]
+    wide = [Load("wide", 100, 1000), Load("a", 100, 1), Load("b", 95, 1)]
+    places = deal_jobs(wide, 2)
+    assert places["a"] == places["b"] != places["wide"]
+    flat = deal_jobs(wide, 2, rank_cost=0.0)
+    assert flat["wide"] != flat["a"] and flat["b"] in (0, 1)
+
+
+def test_an_idle_rank_gets_a_job() -> None:
+    """What comes nearest to half of the difference."""
+    loads = [Load("a", 50, 1), Load("b", 30, 1), Load("c", 20, 1)]
+    here = {"a": 0, "b": 0, "c": 0}
+    assert moves_to_balance(loads, here, 2) == [Move("a", 0, 1)]
+
+
+def test_nobody_moves_for_little() -> None:
+    """Within the slack, or where a move would only turn it round."""
+    loads = [Load("a", 55, 1), Load("b", 45, 1)]
+    assert moves_to_balance(loads, {"a": 0, "b": 1}, 2) == []
+    assert moves_to_balance([Load("a", 100, 1)], {"a": 0}, 2) == []
+
+
+def test_moves_make_the_fullest_rank_emptier() -> None:
+    """On random loads, and never by more moves than jobs."""
+    for seed in range(100):
+        generator = random.Random(seed)
+        loads = [Load(f"j{i}", generator.randint(1, 100), 4) for i in range(9)]
+        here = {load.job: generator.randint(0, 3) for load in loads}
+        moves = moves_to_balance(loads, here, 4)
+        after = dict(here)
+        for move in moves:
+            assert after[move.job] == move.source
+            after[move.job] = move.target
+
+        def most(places: dict[str, int], loads: list[Load] = loads) -> float:
+            return max(
+                sum(load.tokens for load in loads if places[load.job] == rank) for rank in range(4)
+            )
+
+        assert most(after) <= most(here) and len(moves) <= len(loads)
+        assert not moves or most(after) < most(here)
+
+
+def test_shards_of_a_copy_are_neighbours() -> None:
+    """So that a copy stays inside a node."""
+    plan = Plan(bucket=64, replicas=2, fsdp=2)
+    assert [place_of(rank, plan) for rank in range(4)] == [
+        Place(0, 0),
+        Place(0, 1),
+        Place(1, 0),
+        Place(1, 1),
+    ]
+
+
+def test_a_plan_of_another_size_is_refused() -> None:
+    """With both numbers."""
+    with pytest.raises(ValueError, match=r"4 ranks.*there are 3"):
+        check_runs(Plan(bucket=64, replicas=2, fsdp=2), 3)
+
+
+def test_a_plan_shrinks_by_a_copy_then_by_a_shard() -> None:
+    """Down to one rank, and no further."""
+    sizes = []
+    plan: Plan | None = Plan(bucket=64, replicas=2, fsdp=2, adapters="rank_local")
+    while plan is not None:
+        sizes.append((plan.replicas, plan.fsdp))
+        plan = smaller(plan)
+    assert sizes == [(2, 2), (1, 2), (1, 1)]

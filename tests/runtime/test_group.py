@@ -1,0 +1,204 @@
+"""A run over several ranks from files to adapters, and ranks that are lost on the way."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support import group_faults
+from support.runs import job_file
+
+from tlora.config import dump_spec, load_spec
+from tlora.core.errors import SpecError
+from tlora.core.job import RunSpec
+from tlora.core.plan import Plan
+from tlora.runtime.group import supervisor
+from tlora.runtime.group.plans import check_plan
+from tlora.runtime.group.running import train_in_group
+from tlora.runtime.group.supervisor import Ranks
+from tlora.runtime.training import train
+
+pytestmark = pytest.mark.multi_process
+
+ROUNDING = 1e-5
+MIXED = Plan(bucket=128, fsdp=2, adapters="mixed", spread=("long",))
+LOCAL = Plan(bucket=128, replicas=2, adapters="rank_local")
+
+
+@pytest.fixture(scope="module")
+def spec(base: Path, rows: Path) -> RunSpec:
+    data = {"path": str(rows)}
+    return load_spec(
+        job_file(
+            base,
+            {
+                "name": "long",
+                "data": data,
+                "lora": {"r": 4, "lora_dropout": 0.1},
+                "train": {"max_steps": 24, "batch_size": 5, "seed": 1},
+                "eval": {"split": 4, "steps": 8},
+                "save": {"steps": 2},
+            },
+            {"name": "short", "data": data, "train": {"max_steps": 5}, "save": {"steps": 2}},
+            {"name": "other", "data": data, "train": {"max_steps": 20}, "save": {"steps": 2}},
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(spec: RunSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("alone")
+    train(spec, output=output)
+    return output
+
+
+def losses(output: Path, job: str) -> list[tuple[str, int, float]]:
+    lines = (output / job / "metrics.jsonl").read_text().splitlines()
+    return [(each["kind"], each["step"], each["loss"]) for each in map(json.loads, lines)]
+
+
+def same_as_alone(output: Path, alone: Path, jobs: tuple[str, ...]) -> None:
+    for job in jobs:
+        found, expected = losses(output, job), losses(alone, job)
+        assert [each[:2] for each in found] == [each[:2] for each in expected], job
+        assert [each[2] for each in found] == pytest.approx(
+            [each[2] for each in expected], rel=ROUNDING
+        ), job
+
+
+def events(output: Path, kind: str) -> list[dict]:
+    found = map(json.loads, (output / "events.jsonl").read_text().splitlines())
+    return [each for each in found if each["kind"] == kind]
+
+
+JOBS = ("long", "short", "other")
+
+
+def test_a_plan_leaves_what_one_process_leaves(spec: RunSpec, alone: Path, tmp_path: Path) -> None:
+    """Two shards, a job over both ranks: metrics line by line, results, and what it cost."""
+    result = train_in_group(spec, output=tmp_path, plan=MIXED)
+    assert {job.status for job in result.jobs.values()} == {"completed"}
+    same_as_alone(tmp_path, alone, JOBS)
+    about = json.loads((tmp_path / "group.json").read_text())
+    assert [each["rank"] for each in about["ranks"]] == [0, 1]
+    for each in about["ranks"]:
+        assert each["collectives"]["gradient"]["calls"] == 24
+        assert 0 < each["utilisation"] <= 1
+    page = (tmp_path / "report.html").read_text()
+    assert 'id="ranks"' in page and "gradient: 24 x" in page
+
+
+def lose(when: Path, number: int, rank: int, lost: list[float]) -> Callable[[Ranks], None]:
+    """Send a signal to a rank of the first group once this file has some lines."""
+
+    def watch(pid: int) -> None:
+        until = time.monotonic() + 100
+        while time.monotonic() < until:
+            if when.exists() and len(when.read_text().splitlines()) >= 5:
+                break
+            time.sleep(0.05)
+        lost.append(time.time())
+        os.kill(pid, number)
+
+    def on_start(ranks: Ranks) -> None:
+        if not lost and len(ranks.pids) == 2:
+            threading.Thread(target=watch, args=(ranks.pids[rank],), daemon=True).start()
+
+    return on_start
+
+
+@pytest.mark.parametrize(
+    ("plan", "number", "cause"),
+    [
+        (LOCAL, signal.SIGKILL, "ended by SIGKILL"),
+        (MIXED, signal.SIGSTOP, "has not been heard of"),
+    ],
+    ids=["killed", "stopped"],
+)
+def test_a_lost_rank_ends_the_group_and_the_jobs_go_on_without(
+    plan: Plan, number: int, cause: str, spec: RunSpec, alone: Path, tmp_path: Path
+) -> None:
+    """Within ten seconds, with the cause named; under a smaller plan every job ends as alone."""
+    lost: list[float] = []
+    on_start = lose(tmp_path / "long" / "metrics.jsonl", number, 1, lost)
+    result = train_in_group(spec, output=tmp_path, plan=plan, on_start=on_start)
+    (event,) = events(tmp_path, "group_lost")
+    assert event["cause"].startswith("rank 1: ") and cause in event["cause"]
+    assert event["time"] - lost[0] < 10.0
+    assert {job.status for job in result.jobs.values()} == {"completed"}
+    same_as_alone(tmp_path, alone, JOBS)
+
+
+def test_an_exception_on_one_rank_is_named(
+    spec: RunSpec, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not what it did to the other."""
+    monkeypatch.setattr(supervisor, "serve", group_faults.raising)
+    result = train_in_group(spec, output=tmp_path, plan=LOCAL)
+    (event,) = events(tmp_path, "group_lost")
+    assert event["cause"] == "rank 1: OSError: a cable was pulled"
+    assert {job.status for job in result.jobs.values()} == {"completed"}
+    same_as_alone(tmp_path, alone, JOBS)
+
+
+def test_a_rank_that_runs_dry_gets_a_job(base: Path, rows: Path, tmp_path: Path) -> None:
+    """One job stops early and leaves its rank idle: another moves there, and ends as alone."""
+    data = {"path": str(rows)}
+    spec = load_spec(
+        job_file(
+            base,
+            {
+                "name": "early",
+                "data": data,
+                "train": {"max_steps": 400, "learning_rate": 3.0},
+                "eval": {"split": 4, "steps": 2, "patience": 1},
+            },
+            {"name": "one", "data": data, "train": {"max_steps": 60}},
+            {"name": "two", "data": data, "train": {"max_steps": 60, "seed": 3}},
+        )
+    )
+    train(spec, output=tmp_path / "alone")
+    result = train_in_group(spec, output=tmp_path / "group", plan=LOCAL)
+    assert result.jobs["early"].status == "stopped_early"
+    # The early one has a rate at which rounding grows.
+    same_as_alone(tmp_path / "group", tmp_path / "alone", ("one", "two"))
+    (moved,) = events(tmp_path / "group", "detached")
+    joined = [
+        each["device"]
+        for each in events(tmp_path / "group", "joined")
+        if each["job"] == moved["job"]
+    ]
+    assert joined == [1, 0]
+
+
+def test_torchrun_starts_the_ranks_too(spec: RunSpec, alone: Path, tmp_path: Path) -> None:
+    """The documented command: the same files, events of all ranks among them."""
+    (tmp_path / "jobs.yaml").write_text(dump_spec(spec))
+    (tmp_path / "plan.yaml").write_text("replicas: 2\nbucket: 128\nadapters: rank_local\n")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+            *("--max-restarts", "0", "-m", "tlora", "train", str(tmp_path / "jobs.yaml")),
+            *("--plan", str(tmp_path / "plan.yaml"), "--output", str(tmp_path / "run")),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    same_as_alone(tmp_path / "run", alone, JOBS)
+    assert {each["device"] for each in events(tmp_path / "run", "nano_batch")} == {0, 1}
+    times = [each["time"] for each in events(tmp_path / "run", "nano_batch")]
+    assert times == sorted(times)
+
+
+def test_a_plan_that_names_no_job_is_refused(spec: RunSpec) -> None:
+    """Before anything is loaded."""
+    with pytest.raises(SpecError, match="nobody"):
+        check_plan(Plan(bucket=64, replicas=2, adapters="mixed", spread=("nobody",)), spec)

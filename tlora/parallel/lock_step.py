@@ -1,0 +1,118 @@
+"""The control element: before each nano-batch all ranks agree on what comes next.
+
+A few integers, reduced by MAX over all ranks: one small collective, the same for every plan. What
+each place means is chosen so that the largest is what everybody must do.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+
+import torch
+import torch.distributed as dist
+
+from tlora.parallel.counting import Counts, Purpose
+
+
+class Pass(Enum):
+    """Of a nano-batch through the backbone: what the ranks that share it must do alike."""
+
+    FORWARD = "forward"
+    TRAIN = "train"
+    """Forward and backward."""
+
+
+class Standing(IntEnum):
+    """Of the current batch of a job that spans ranks, as one rank sees it; the largest counts."""
+
+    READY = 0
+    """Through on this rank: the job may step, or its evaluation end, once all say so."""
+
+    BUSY = 1
+    REPLAY = 2
+    """A nano-batch of it broke off: all ranks drop what they have of the batch and run it again."""
+
+    LEAVE = 3
+    """It cannot go on here, and so nowhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """Of one rank."""
+
+    alive: bool = False
+    """It has jobs, or results to report."""
+
+    stop: bool = False
+    """Somebody asked it to stop."""
+
+    broke_off: bool = False
+    """Its last pass failed."""
+
+    drift: bool = False
+    """It thinks that jobs should be moved."""
+
+    rows: tuple[int, int] = (0, 0)
+    """Of the nano-batch that it could run, by pass: forward, train; 0 for none."""
+
+    standings: tuple[Standing, ...] = ()
+    """Of the jobs that span ranks, in the order that all ranks attached them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The same on all ranks."""
+
+    over: bool
+    broke_off: bool
+    drift: bool
+    kind: Pass | None
+    """None if no rank has anything to run; steps may be due."""
+
+    rows: int
+    """Of the largest nano-batch that is run now."""
+
+    standings: tuple[Standing, ...]
+
+
+def encoded(wish: Wish) -> list[int]:
+    flags = (wish.alive, wish.stop, wish.broke_off, wish.drift)
+    return [*map(int, flags), *wish.rows, *wish.standings]
+
+
+def judge(reduced: Sequence[int], last: Pass | None) -> Verdict:
+    """Where some ranks would train and others run forward, they take turns: no job waits for
+    ever."""
+    alive, stop, broke_off, drift, forward, train, *standings = reduced
+    kind = None
+    if forward and train:
+        kind = Pass.TRAIN if last is Pass.FORWARD else Pass.FORWARD
+    elif forward or train:
+        kind = Pass.TRAIN if train else Pass.FORWARD
+    return Verdict(
+        over=bool(stop) or not alive,
+        broke_off=bool(broke_off),
+        drift=bool(drift),
+        kind=kind,
+        rows=0 if kind is None else (train if kind is Pass.TRAIN else forward),
+        standings=tuple(map(Standing, standings)),
+    )
+
+
+class LockStep:
+    """The ranks of a group, one agreement after another."""
+
+    def __init__(self, counts: Counts) -> None:
+        self.counts = counts
+        self._last: Pass | None = None
+        # On the host, where it is read: a device would have to be waited for. Under nccl the same
+        # group has a gloo side for this.
+        self._group = dist.group.WORLD
+
+    def agree(self, wish: Wish) -> Verdict:
+        element = torch.tensor(encoded(wish), dtype=torch.int64)
+        dist.all_reduce(element, op=dist.ReduceOp.MAX, group=self._group)
+        self.counts.add(Purpose.CONTROL, element.numel() * element.element_size())
+        verdict = judge(element.tolist(), self._last)
+        self._last = verdict.kind or self._last
+        return verdict

@@ -1,0 +1,67 @@
+"""Ranks and what a plan makes of them: (replica, shard) of each, and the process groups behind."""
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tlora.core.errors import SpecError
+from tlora.core.plan import Plan
+
+AXES = ("replica", "shard")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Of a rank: shards of one copy are neighbours, so that a copy stays inside a node."""
+
+    replica: int
+    shard: int
+
+
+def place_of(rank: int, plan: Plan) -> Place:
+    return Place(*divmod(rank, plan.fsdp))
+
+
+def check_runs(plan: Plan, world: int) -> None:
+    """Refuse what these ranks cannot carry out."""
+    if plan.tp > 1 or plan.pp > 1:
+        raise SpecError(
+            f"{plan.tp} x tp and {plan.pp} x pp were asked for, and neither is built; use replicas "
+            "and fsdp",
+            field="plan.tp" if plan.tp > 1 else "plan.pp",
+        )
+    if plan.gpus != world:
+        raise SpecError(
+            f"{plan.replicas} replicas x {plan.fsdp} shards are {plan.gpus} ranks, and there are "
+            f"{world}",
+            field="plan.replicas",
+        )
+
+
+def join(*, timeout_s: float = 600.0) -> torch.device:
+    """Enter the group that the environment describes (torchrun's variables), by nccl with a GPU for
+    each rank of this node or by gloo: this rank's device."""
+    # Read here and nowhere else.
+    local = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
+    on_gpus = torch.cuda.is_available() and torch.cuda.device_count() > local
+    device = torch.device(f"cuda:{local}" if on_gpus else "cpu")
+    if on_gpus:
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "cuda:nccl,cpu:gloo" if on_gpus else "gloo",
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+    return device
+
+
+def shard_mesh(plan: Plan, device: torch.device) -> DeviceMesh:
+    """What FSDP2 lays the backbone over: one axis, or two where there are several copies (HSDP).
+    All ranks must call this."""
+    if plan.replicas == 1:
+        return init_device_mesh(device.type, (plan.fsdp,), mesh_dim_names=(AXES[1],))
+    return init_device_mesh(device.type, (plan.replicas, plan.fsdp), mesh_dim_names=AXES)

@@ -1,0 +1,1 @@
+"""`tlora train --plan`: one super-model over several ranks, in lock-step."""

@@ -1,0 +1,312 @@
+"""The life of one rank: its share of the backbone, its jobs, in step with the others.
+
+What a job leaves on disk is written by the rank that has it, by the recorder of an ordinary run, so
+that it can be resumed under any plan. A job that spans ranks is written by rank 0.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tlora.config import load_spec
+from tlora.core.errors import JobFailed
+from tlora.core.job import JobSpec, RunSpec
+from tlora.core.plan import Plan
+from tlora.data.prepare import PreparedData, Preparer
+from tlora.model.adapters import AdapterWeights
+from tlora.model.loading import load_shape, load_tokenizer
+from tlora.model.super_model import SuperModel
+from tlora.parallel.counting import Counts, Purpose
+from tlora.parallel.dealing import Load, deal_jobs, moves_to_balance
+from tlora.parallel.exchange import exchange
+from tlora.parallel.mesh import check_runs, join, place_of, shard_mesh
+from tlora.parallel.shard_loading import load_sharded
+from tlora.parallel.sharding import Sharded
+from tlora.runtime.budget import nano_batch_tokens
+from tlora.runtime.environment import cache_directory, quieten_libraries
+from tlora.runtime.executors.messages import Attached, Noted, Ready, Said
+from tlora.runtime.executors.worker import Tell, ToldDirectory, ToldProgress
+from tlora.runtime.group.plans import spans
+from tlora.runtime.recording import Recorder
+from tlora.runtime.resuming import Resumption, resumption
+from tlora.runtime.sinks import Sinks
+from tlora.runtime.training import adapter_start, enter_job, load_super_model, show_exact
+from tlora.training.driver import JobDriver
+from tlora.training.group_engine import GroupEngine
+from tlora.training.group_loop import GroupLoop, run_group
+from tlora.training.outcome import EvaluationDone, Outcome, StepDone
+
+
+def run_rank(
+    directory: Path,
+    plan: Plan,
+    jobs: list[str],
+    tell: Tell,
+    *,
+    should_stop: Callable[[], bool],
+) -> bool:
+    """Train these jobs of the run in `directory` with the other ranks: whether some are left."""
+    quieten_libraries()
+    started = time.perf_counter()
+    device = join()
+    check_runs(plan, dist.get_world_size())
+    spec = load_spec(directory / "resolved.yaml")
+    member = Member(spec, plan, jobs, directory, device, tell)
+    tell(Ready(time.perf_counter() - started))
+    try:
+        return member.run(should_stop)
+    finally:
+        member.close()
+
+
+def load_backbone(
+    spec: RunSpec, plan: Plan, device: torch.device, counts: Counts
+) -> tuple[SuperModel, Sharded | None]:
+    if plan.fsdp == 1:
+        return load_super_model(spec, device), None
+    mesh = shard_mesh(plan, device)
+    model, sharded = load_sharded(spec.base, device, mesh, counts=counts)
+    with sharded.building():
+        # FSDP2's hooks are no part of a compiled layer or of a captured graph.
+        super_model = SuperModel(
+            model,
+            reserve_rows=sum(job.lora.r for job in spec.jobs),
+            gradient_checkpointing=spec.engine.gradient_checkpointing,
+        )
+        sharded.serve(super_model)
+    return super_model, sharded
+
+
+class Member:
+    """A rank with its engine and its jobs."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        plan: Plan,
+        jobs: list[str],
+        directory: Path,
+        device: torch.device,
+        tell: Tell,
+    ) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.plan = plan
+        self.tell = tell
+        self.specs = {job.name: job for job in spec.jobs if job.name in jobs}
+        self.counts = Counts()
+        self.model, sharded = load_backbone(spec, plan, device, self.counts)
+        preparer = Preparer(load_tokenizer(spec.base), cache_dir=cache_directory())
+        self.data: dict[str, PreparedData] = {
+            name: preparer.prepare(job) for name, job in self.specs.items()
+        }
+        exact = spec.engine.isolation == "exact"
+        budget = plan.bucket
+        if exact:
+            # Bits depend on it: it must not depend on the plan.
+            parameters = load_shape(spec.base).num_parameters()
+            budget = nano_batch_tokens(spec, device, self.data, parameters)
+            show_exact(self.model, spec, self.data, budget)
+        self.engine = GroupEngine(
+            self.model,
+            budget_tokens=budget,
+            counts=self.counts,
+            sharded=sharded,
+            spans=lambda job: spans(plan, job),
+            exact=exact,
+            # A job that spans ranks must be told of its steps at the same turn on all.
+            ahead=None if plan.adapters == "rank_local" else 0,
+        )
+        self.directory = ToldDirectory(directory, tell)
+        self.recorder = Recorder(
+            self.directory,
+            spec.base,
+            self.engine,
+            ToldProgress(tell),
+            Sinks(spec.report_to, directory, lambda line: tell(Said((line,)))),
+            # A look at the logits is a pass through the backbone, which one rank cannot make.
+            looks=sharded is None,
+        )
+        self.recorder.data_keys = {name: each.key for name, each in self.data.items()}
+        self._observer = _OwnJobs(self.recorder, self._records)
+        self._local = 0
+        """Jobs that were on this rank alone when it was last looked."""
+
+    def run(self, should_stop: Callable[[], bool]) -> bool:
+        drivers = self._enter_all()
+        try:
+            left = run_group(
+                self.engine,
+                drivers,
+                self._observer,
+                should_stop=should_stop,
+                between=self._between,
+            )
+        except Exception:
+            self.recorder.rescue([each for each in drivers if self._records(each.name)])
+            raise
+        self.recorder.save([each for each in left if self._records(each.name)])
+        self._tell_figures()
+        return bool(left)
+
+    def close(self) -> None:
+        self.recorder.close()
+
+    def _records(self, name: str) -> bool:
+        """Whether this rank writes the job's files."""
+        return self.rank == 0 or not spans(self.plan, name)
+
+    def _enter_all(self) -> list[JobDriver]:
+        """All ranks come to the same places, from what is on disk."""
+        found = {name: resumption(self.directory, job) for name, job in self.specs.items()}
+        over = [name for name, each in found.items() if each.result is not None]
+        loads = [self._load(name, _step_of(found[name])) for name in self.specs if name not in over]
+        places = deal_jobs([load for load in loads if not spans(self.plan, load.job)], self.world)
+        # Nobody writes before all have read.
+        exchange("", counts=self.counts)
+        drivers = []
+        for load in loads:
+            if spans(self.plan, load.job) or places[load.job] == self.rank:
+                driver = self._enter(load.job, found[load.job])
+                drivers += [driver] if driver is not None else []
+        self._local = self._num_local(drivers)
+        return drivers
+
+    def _enter(self, name: str, found: Resumption) -> JobDriver | None:
+        job = self.specs[name]
+        data = self.data[name]
+        driver = JobDriver(job, data.train, data.evaluation)
+        start: AdapterWeights = {}
+        try:
+            if found.checkpoint is None:
+                start = adapter_start(job, self.model)
+            if not self._records(name):
+                self._attach_unrecorded(driver, found, start)
+                return driver
+            began = time.perf_counter()
+            enter_job(driver, found, start, self.recorder)
+        except JobFailed as failure:
+            driver.on_failure(failure)
+            if self._records(name):
+                self.recorder.on_end(driver)
+            return None
+        self.recorder.start([driver])
+        self.tell(Attached(name, driver.step, time.perf_counter() - began))
+        return driver
+
+    def _attach_unrecorded(
+        self, driver: JobDriver, found: Resumption, start: AdapterWeights
+    ) -> None:
+        if found.checkpoint is None:
+            driver.attach(self.engine, start)
+            return
+        driver.restore(found.checkpoint.progress)
+        state = found.checkpoint.state
+        driver.attach(self.engine, state.weights, state=state)
+
+    def _between(self, loop: GroupLoop) -> bool:
+        verdict = self.engine.verdict
+        if verdict is not None and verdict.drift:
+            self._balance(loop)
+        local = self._num_local(list(loop.active.values()))
+        # One that has ended leaves this rank with less to do than the others.
+        self.engine.drift = local < self._local and self.world > 1
+        self._local = local
+        return False
+
+    def _num_local(self, drivers: list[JobDriver]) -> int:
+        return sum(not spans(self.plan, driver.name) for driver in drivers)
+
+    def _balance(self, loop: GroupLoop) -> None:
+        """All ranks, at the same turn: jobs go from ranks with much left to ranks with little, by
+        way of their checkpoints."""
+        for outcome in self.engine.drain():
+            loop.tell(outcome)
+        own = [
+            self._load(driver.name, driver.step)
+            for driver in loop.active.values()
+            if not spans(self.plan, driver.name)
+        ]
+        told = exchange(
+            json.dumps([[load.job, load.tokens, load.rank] for load in own]),
+            counts=self.counts,
+            purpose=Purpose.MOVING,
+        )
+        loads, places = [], {}
+        for rank, text in enumerate(told):
+            for job, tokens, adapter_rank in json.loads(text):
+                loads.append(Load(job, tokens, adapter_rank))
+                places[job] = rank
+        moves = moves_to_balance(loads, places, self.world)
+        if not moves:
+            return
+        for move in moves:
+            if move.source == self.rank:
+                self._send_off(loop, move.job, move.target)
+        # What was sent off is on disk.
+        exchange("", counts=self.counts, purpose=Purpose.MOVING)
+        for move in moves:
+            if move.target == self.rank:
+                found = resumption(self.directory, self.specs[move.job])
+                driver = self._enter(move.job, found) if found.result is None else None
+                if driver is not None:
+                    loop.enter(driver)
+
+    def _send_off(self, loop: GroupLoop, name: str, target: int) -> None:
+        driver = loop.active[name]
+        self.recorder.save([driver])
+        loop.leave(name)
+        self.recorder.sinks.close(name, "moved")
+        self.directory.event("detached", job=name, step=driver.step)
+        self.tell(Said((f"{name}: moves from rank {self.rank} to rank {target}",)))
+
+    def _load(self, name: str, step: int) -> Load:
+        job: JobSpec = self.specs[name]
+        data = self.data[name]
+        total = JobDriver(job, data.train, data.evaluation).total_steps
+        tokens = float(data.train.lengths.mean()) * job.train.batch_size
+        return Load(name, max(0, total - step) * tokens, job.lora.r)
+
+    def _tell_figures(self) -> None:
+        place = place_of(self.rank, self.plan)
+        usage = self.engine.usage
+        fields = {
+            "rank": self.rank,
+            "replica": place.replica,
+            "shard": place.shard,
+            "collectives": self.counts.as_json(),
+            **asdict(usage),
+            "utilisation": round(usage.utilisation, 4),
+        }
+        self.tell(Noted("communication", time.time(), fields))
+
+
+class _OwnJobs:
+    """The recorder, told only of the jobs that this rank writes."""
+
+    def __init__(self, recorder: Recorder, records: Callable[[str], bool]) -> None:
+        self._recorder = recorder
+        self._records = records
+
+    def on_nano_batch(self, outcome: Outcome) -> None:
+        self._recorder.on_nano_batch(outcome)
+
+    def on_step(self, driver: JobDriver, done: StepDone) -> None:
+        if self._records(driver.name):
+            self._recorder.on_step(driver, done)
+
+    def on_evaluation(self, driver: JobDriver, done: EvaluationDone) -> None:
+        if self._records(driver.name):
+            self._recorder.on_evaluation(driver, done)
+
+    def on_end(self, driver: JobDriver) -> None:
+        if self._records(driver.name):
+            self._recorder.on_end(driver)
+
+
+def _step_of(found: Resumption) -> int:
+    return found.checkpoint.state.step if found.checkpoint is not None else 0

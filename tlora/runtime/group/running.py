@@ -1,0 +1,253 @@
+"""A run of several ranks as a whole: what is checked and written before, and what is done when a
+rank is lost.
+
+`train_in_group` starts the ranks itself and goes on under a smaller plan when one is lost.
+`train_as_rank` is one rank of a group that somebody else started, torchrun say; rank 0 then does
+what concerns the whole run.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tlora.config import dump_spec
+from tlora.core.errors import TloraError
+from tlora.core.job import JobSpec, RunSpec
+from tlora.core.plan import Plan
+from tlora.data.prepare import PreparedData
+from tlora.model.loading import load_shape, resolve_device
+from tlora.model.targets import find_targets
+from tlora.parallel.mesh import check_runs, join
+from tlora.parallel.shrinking import smaller
+from tlora.runtime.checking import check_targets, context_length, prepare_jobs
+from tlora.runtime.data_lines import full_lines, start_lines
+from tlora.runtime.directory import JobResult, RunDirectory, replace_text
+from tlora.runtime.environment import quieten_libraries
+from tlora.runtime.executors.messages import Message, Noted
+from tlora.runtime.group.plans import check_plan, plan_as_json
+from tlora.runtime.group.supervisor import Ranks
+from tlora.runtime.interrupts import interruptible
+from tlora.runtime.live import choose_progress
+from tlora.runtime.progress import Progress
+from tlora.runtime.resuming import check_unchanged, finished
+from tlora.runtime.scheduled import Lead, device_names
+from tlora.runtime.sinks import check_trackers
+from tlora.runtime.training import RunResult, describe_run, leave_report
+
+GROUP_FILE = "group.json"
+
+
+def train_in_group(
+    spec: RunSpec,
+    *,
+    output: Path | str,
+    plan: Plan,
+    fresh: bool = False,
+    progress: Progress | None = None,
+    on_start: Callable[[Ranks], None] = lambda ranks: None,
+) -> RunResult:
+    """As `training.train`, with a process for each rank of the plan. When a rank is lost, the jobs
+    go on from their checkpoints under the next smaller plan."""
+    progress = progress or choose_progress()
+    whole = _Whole(spec, plan, Path(output), progress)
+    names = device_names(whole.device, plan.gpus)
+    stopped = False
+    try:
+        whole.begin(fresh=fresh)
+        with interruptible(on_first=progress.on_interrupt) as interrupt:
+            current: Plan | None = plan
+            while whole.unfinished() and not interrupt():
+                assert current is not None
+                progress.say(f"{current.gpus} ranks: {current}")
+                ranks = Ranks(
+                    current,
+                    whole.directory.root.resolve(),
+                    whole.unfinished(),
+                    threads=None if names[0].startswith("cuda") else 1,
+                )
+                try:
+                    on_start(ranks)
+                    loss = ranks.watch(whole.hear, interrupt)
+                finally:
+                    ranks.close()
+                if loss is None:
+                    break
+                following = smaller(current)
+                whole.lost(str(loss), current, following)
+                if following is None:
+                    raise TloraError(f"{loss}; the same command goes on from the last checkpoints")
+                current = following
+            stopped = interrupt.asked and bool(whole.unfinished())
+    finally:
+        whole.close()
+    return whole.finish(interrupted=stopped)
+
+
+def train_as_rank(
+    spec: RunSpec, *, output: Path | str, plan: Plan, fresh: bool = False
+) -> RunResult:
+    """One rank of a group that was started from outside; all of them see the same directory."""
+    from tlora.runtime.group.rank import run_rank
+
+    join()
+    check_runs(plan, dist.get_world_size())
+    rank = dist.get_rank()
+    progress = choose_progress()
+    whole = _Whole(spec, plan, Path(output), progress, leads=rank == 0)
+    if rank == 0:
+        whole.begin(fresh=fresh)
+    dist.barrier()
+    jobs = whole.unfinished()
+    with interruptible(on_first=progress.on_interrupt) as interrupt:
+        if jobs:
+            tell = whole.hear if rank == 0 else whole.note
+            run_rank(
+                whole.directory.root.resolve(),
+                plan,
+                jobs,
+                lambda message: tell(rank, message),
+                should_stop=interrupt,
+            )
+        whole.close_notes()
+        dist.barrier()
+        if rank == 0:
+            whole.gather_notes(dist.get_world_size())
+        stopped = interrupt.asked and bool(whole.unfinished())
+    result = whole.finish(interrupted=stopped)
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
+
+
+class _Whole:
+    """What concerns the run and no rank alone."""
+
+    def __init__(
+        self, spec: RunSpec, plan: Plan, output: Path, progress: Progress, *, leads: bool = True
+    ) -> None:
+        quieten_libraries()
+        check_trackers(spec.report_to)
+        for note in check_plan(plan, spec):
+            progress.say(note)
+        self.spec = spec
+        self.plan = plan
+        self.progress = progress
+        self.leads = leads
+        self.device = resolve_device(spec.engine.device)
+        self.directory = RunDirectory(output)
+        self._ranks: list[dict[str, Any]] = []
+        self._losses: list[dict[str, object]] = []
+        self._lead: Lead | None = None
+        self._closed = False
+
+    def begin(self, *, fresh: bool) -> None:
+        spec, directory = self.spec, self.directory
+        absent: tuple[JobSpec, ...] = ()
+        if directory.is_run and not fresh:
+            absent = check_unchanged(directory, spec)
+        shape = load_shape(spec.base)
+        check_targets(spec, find_targets(shape))
+        data = prepare_jobs(spec, limit=context_length(shape.config))
+        self.progress.say(*start_lines(spec.jobs, data, directory.root / "data.txt"))
+        directory.create(fresh=fresh)
+        for left in directory.root.glob(".notes-*.jsonl"):
+            left.unlink()
+        replace_text(
+            directory.root / "resolved.yaml",
+            dump_spec(replace(spec, jobs=(*spec.jobs, *absent))),
+        )
+        self._write_about(data)
+        self._lead = Lead(spec, data, directory, self.progress)
+        self._lead.begin(self.plan.bucket)
+
+    def _write_about(self, data: dict[str, PreparedData]) -> None:
+        directory = self.directory
+        replace_text(directory.root / "data.txt", "\n".join(full_lines(data)) + "\n")
+        about = describe_run(self.spec, self.device, None)
+        about |= {"plan": plan_as_json(self.plan), "devices": self.plan.gpus}
+        directory.write_json(directory.root / "run.json", about)
+
+    def unfinished(self) -> list[str]:
+        """Jobs that are not over; failed ones were tried, in this run."""
+        results = self._lead.results if self._lead is not None else {}
+        return [
+            job.name
+            for job in self.spec.jobs
+            if job.name not in results and finished(self.directory, job) is None
+        ]
+
+    def hear(self, rank: int, message: Message) -> None:
+        assert self._lead is not None
+        if isinstance(message, Noted) and message.what == "communication":
+            self._ranks.append(message.fields)
+        self._lead.hear(rank, message)
+
+    def note(self, rank: int, message: Message) -> None:
+        """Of a rank that does not lead, started from outside: for rank 0 to gather."""
+        if isinstance(message, Noted):
+            record = {"what": message.what, "time": message.time, "fields": message.fields}
+            self.directory.append(self._notes(rank), record)
+
+    def close_notes(self) -> None:
+        if not self.leads:
+            self.directory.close()
+
+    def gather_notes(self, world: int) -> None:
+        for rank in range(1, world):
+            path = self._notes(rank)
+            if path.exists():
+                for line in path.read_text().splitlines():
+                    record = json.loads(line)
+                    self.hear(rank, Noted(record["what"], record["time"], record["fields"]))
+                path.unlink()
+        self._sort_events()
+
+    def _sort_events(self) -> None:
+        """Those of other ranks were gathered at the end."""
+        path = self.directory.root / "events.jsonl"
+        self.directory.close()
+        lines = path.read_text().splitlines()
+        replace_text(
+            path,
+            "".join(f"{line}\n" for line in sorted(lines, key=lambda at: json.loads(at)["time"])),
+        )
+
+    def _notes(self, rank: int) -> Path:
+        return self.directory.root / f".notes-{rank}.jsonl"
+
+    def lost(self, cause: str, plan: Plan, following: Plan | None) -> None:
+        self._losses.append({"cause": cause, "plan": plan_as_json(plan)})
+        self.directory.event("group_lost", cause=cause, ranks=plan.gpus)
+        if following is not None:
+            self.progress.say(f"{cause}; the jobs go on from their checkpoints without it")
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self.leads and self.directory.is_run:
+            fields = {
+                "v": 1,
+                "plan": plan_as_json(self.plan),
+                "ranks": sorted(self._ranks, key=lambda each: each["rank"]),
+                "lost": self._losses,
+            }
+            self.directory.write_json(self.directory.root / GROUP_FILE, fields)
+        self.progress.close()
+        self.directory.close()
+
+    def finish(self, *, interrupted: bool) -> RunResult:
+        results: dict[str, JobResult] = dict(self._lead.results) if self._lead is not None else {}
+        for job in self.spec.jobs:
+            found = finished(self.directory, job)
+            if found is not None:
+                results.setdefault(job.name, found)
+        if self.leads:
+            self.close()
+            leave_report(self.directory.root, self.progress)
+            self.progress.finish(list(results.values()), self.directory.root)
+        return RunResult(self.directory.root, results, interrupted=interrupted)
