@@ -209,21 +209,25 @@ def less(after: dict[str, dict[str, int]], before: dict[str, dict[str, int]]) ->
 
 def break_at(engine: GroupEngine, number: int, place: str):
     """An exception in the middle of the forward or the backward of the first training nano-batch
-    from that number on."""
+    with work from that number on."""
     from tlora.model.linear import SharedInput
 
-    seen = {"passes": 0, "broken": 0}
+    seen = {"passes": 0, "inside": 0, "broken": 0}
     original_launch = engine._launch
     middle = engine.super_model.groups[len(engine.super_model.groups) // 2]
     original = SharedInput._compute
 
     def launch(launched, composition):
         seen["passes"] += 1
-        original_launch(launched, composition)
+        seen["inside"] = 1
+        try:
+            original_launch(launched, composition)
+        finally:
+            seen["inside"] = 0
 
     def compute(self, x):
         outputs = original(self, x)
-        due = seen["passes"] >= number and outputs[0].requires_grad
+        due = seen["inside"] and seen["passes"] >= number and outputs[0].requires_grad
         if self is middle and due and not seen["broken"]:
             seen["broken"] = 1
             if place == "forward":
