@@ -22,6 +22,11 @@ class TasksView(View):
         self.states = dict(states)
         self.begin(next(iter(self.states.values())))
 
+    def task_of(self, state: StudyState) -> str:
+        if len(self.states) < 2:
+            return ""
+        return next((f"{name}: " for name, each in self.states.items() if each is state), "")
+
     def counts(self) -> str:
         told = [f"{name}: {counted(state)}" for name, state in self.states.items()]
         return f"{rate_figure(self.rate())} tokens/s | {'; '.join(told)}"

@@ -63,21 +63,28 @@ class View:
 
     def on_turn(self, state: StudyState, event: Event, actions: Sequence[Action]) -> None:
         exits = [action for action in actions if isinstance(action, Exit)]
+        task = self.task_of(state)
         if isinstance(event, Added):
             refused = [t for p in event.plans if (t := state.trials[p.name]).phase is Phase.FAILED]
             self.say(*(f"{trial.name}: cannot be tried: {trial.reason}" for trial in refused))
         if isinstance(event, Failed):
             self.say(f"{event.trial}: failed at step {event.step}: {event.reason}")
         if isinstance(event, Spent):
-            self.say(f"the sweep ends: {event.spent:,.0f} of {event.limit:,.0f} {event.what} used")
+            self.say(
+                f"{task}the sweep ends: {event.spent:,.0f} of {event.limit:,.0f} {event.what} used"
+            )
         if len(exits) <= FEW_EXITS:
             self.say(*(str(each) for each in exits))
         else:
             rules = Counter(each.verdict.rule for each in exits)
-            self.say(*(f"{count} trials given up: {rule}" for rule, count in rules.items()))
+            self.say(*(f"{task}{count} trials given up: {rule}" for rule, count in rules.items()))
         if exits and exits[0].verdict.rule == "underperforming":
             going = sum(trial.live for trial in state.trials.values())
-            self.say(f"all have warmed up: {going} of {len(state.trials)} trials go on")
+            self.say(f"{task}all have warmed up: {going} of {len(state.trials)} trials go on")
+
+    def task_of(self, state: StudyState) -> str:
+        """What lines that name no trial begin with."""
+        return ""
 
     def say(self, *lines: str) -> None:
         for line in lines:
