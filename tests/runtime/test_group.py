@@ -14,6 +14,7 @@ import pytest
 from support import group_faults
 from support.runs import job_file
 
+from tlora.cli.train import fastest_plan
 from tlora.config import dump_spec, load_spec
 from tlora.core.errors import SpecError
 from tlora.core.job import RunSpec
@@ -202,3 +203,15 @@ def test_a_plan_that_names_no_job_is_refused(spec: RunSpec) -> None:
     """Before anything is loaded."""
     with pytest.raises(SpecError, match="nobody"):
         check_plan(Plan(bucket=64, replicas=2, adapters="mixed", spread=("nobody",)), spec)
+
+
+def test_the_fastest_plan_is_chosen_and_said(
+    spec: RunSpec, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For two devices one of two ranks that can run; for one there is nothing to choose."""
+    plan = fastest_plan(spec, 2, None)
+    assert plan.is_executed and plan.gpus == 2
+    assert f"Best on 2 GPUs: {plan}." in capsys.readouterr().out
+    check_plan(plan, spec, world=2)
+    with pytest.raises(SpecError, match="--devices 2"):
+        fastest_plan(spec, 1, None)

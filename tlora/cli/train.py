@@ -10,9 +10,12 @@ from tlora.cli.options import JobFile, Overrides, PolicyOption, ProfileOption
 from tlora.cli.output import print_error
 from tlora.core.errors import SpecError
 from tlora.core.job import Isolation, RunSpec
+from tlora.core.plan import Plan
 
 if TYPE_CHECKING:
     from tlora.runtime.training import RunResult
+
+AUTO = "auto"
 
 
 def train(
@@ -41,9 +44,10 @@ def train(
         Path | None,
         typer.Option(
             "--plan",
-            metavar="FILE",
+            metavar="FILE|auto",
             help="Lay one copy of the jobs' base over several ranks as this file says: replicas, "
-            "fsdp, bucket, adapters. Under torchrun this process is one of the ranks.",
+            "fsdp, bucket, adapters; auto: as is predicted to be the fastest on --devices. Under "
+            "torchrun this process is one of the ranks.",
         ),
     ] = None,
     profile: ProfileOption = None,
@@ -72,7 +76,7 @@ def train(
         ask_to_start_over(folder)
 
     if plan is not None:
-        result = train_with_plan(spec, folder, plan, devices=devices, fresh=fresh)
+        result = train_with_plan(spec, folder, plan, devices=devices, profile=profile, fresh=fresh)
     elif devices == 1:
         from tlora.runtime.training import train as train_run
 
@@ -92,18 +96,36 @@ def train(
 
 
 def train_with_plan(
-    spec: RunSpec, folder: Path, file: Path, *, devices: int, fresh: bool
+    spec: RunSpec, folder: Path, file: Path, *, devices: int, profile: str | None, fresh: bool
 ) -> "RunResult":
     from tlora.config import load_plan
     from tlora.runtime.group.plans import check_plan
     from tlora.runtime.group.running import train_as_rank, train_in_group
 
-    plan = load_plan(file)
-    check_plan(plan, spec, world=None if devices == 1 else devices)
     # torchrun's own variables: somebody else has started the ranks.
-    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+    started = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    ranks = int(os.environ["WORLD_SIZE"]) if started else devices
+    if str(file) == AUTO:
+        plan = fastest_plan(spec, ranks, profile)
+    else:
+        plan = load_plan(file)
+        check_plan(plan, spec, world=None if ranks == 1 else ranks)
+    if started:
         return train_as_rank(spec, output=folder, plan=plan, fresh=fresh)
     return train_in_group(spec, output=folder, plan=plan, fresh=fresh)
+
+
+def fastest_plan(spec: RunSpec, ranks: int, profile: str | None) -> Plan:
+    """Of all jobs as one group, by the cost model; the same on every rank."""
+    from tlora.runtime.planning import plan_run
+
+    choice = plan_run(spec, gpus=ranks, profile=profile).one_group
+    if choice is None:
+        raise SpecError("auto chooses for several devices; add --devices 2", field="--plan")
+    if choice.best is None:
+        raise SpecError(choice.sentence, field="--plan")
+    typer.echo(choice.sentence)
+    return choice.best.plan
 
 
 def ask_to_start_over(folder: Path) -> None:
