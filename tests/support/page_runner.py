@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from support.pages import Block, PageError, check_output
-from tlora.config import load_plan, load_spec, load_sweep
+from tlora.config import load_plan, load_spec, load_sweep, load_tasks
 from tlora.config.fields import JOB
 from tlora.config.reading import parse_yaml
 from tlora.config.values import is_tree
@@ -144,14 +144,21 @@ def load_block(block: Block, folder: Path) -> None:
     tree = parse_yaml(block.text, block.place)
     if not is_tree(tree):
         raise PageError(f"{block.place}: not a mapping")
-    is_plan = "bucket" in tree
-    if "search" in tree:
+    load = load_spec
+    if "bucket" in tree:
+        load = load_plan
+    elif "tasks" in tree:
+        load = load_tasks
+        space = {"space": {"lora.r": [4, 8]}}
+        tree = {"base": "demo", "defaults": {"eval": {"split": 4}}, "search": space, **tree}
+    elif "search" in tree:
+        load = load_sweep
         tree = {
             "base": "demo",
             "task": {"name": "a", "data": "org/rows", "eval": {"split": 4}},
             **tree,
         }
-    elif "jobs" not in tree and not is_plan:
+    elif "jobs" not in tree:
         job = {key: value for key, value in tree.items() if key in JOB.sections[""]}
         rest = {key: value for key, value in tree.items() if key not in job}
         tree = {"base": "demo", **rest, "jobs": [{"name": "a", "data": "org/rows", **job}]}
@@ -159,7 +166,7 @@ def load_block(block: Block, folder: Path) -> None:
     try:
         # A mapping's names are looked up where we stand.
         os.chdir(folder)
-        (load_plan if is_plan else load_sweep if "search" in tree else load_spec)(tree)
+        load(tree)
     except SpecError as error:
         raise PageError(f"{block.place}: {error}") from error
     finally:

@@ -42,6 +42,13 @@ class Visit:
     peak_bytes: int | None
 
 
+class AsPlanned(Engine):
+    """A nano-batch has the rows that were planned for it, however full it is."""
+
+    def _buckets(self, budget: int) -> tuple[int, ...]:
+        return (budget,)
+
+
 class Rig:
     def __init__(
         self, model: SuperModel, *, ranks: Sequence[int], weights_bytes: int, reserved_rank: int
@@ -53,7 +60,7 @@ class Rig:
         self.counted_bytes = (
             weights_bytes + BYTES_PER_ADAPTER_PARAMETER * self.parameters_per_rank * reserved_rank
         )
-        self.engine = Engine(model, budget_tokens=64)
+        self.engine = AsPlanned(model, budget_tokens=64)
         self._generator = np.random.Generator(np.random.PCG64(0))
         self._tokens = self._generator.integers(0, model.vocabulary, 2**16).astype(np.int32)
         bare = self.targets[:1]
