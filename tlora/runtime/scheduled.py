@@ -41,6 +41,7 @@ from tlora.runtime.executors.messages import (
     Said,
     Stepped,
 )
+from tlora.runtime.executors.notes import event_of, outcome_of
 from tlora.runtime.executors.processes import WorkerProcesses
 from tlora.runtime.executors.rates import RateWatch
 from tlora.runtime.executors.worker import WorkerSettings, no_result
@@ -62,10 +63,9 @@ from tlora.schedule import Settings, make_policy
 from tlora.schedule.fairness import fair_gpus
 from tlora.store.sqlite import SqliteStore
 from tlora.training.checkpoint import checkpoints
-from tlora.training.compose import Kind
 from tlora.training.driver import JobDriver, Status
 from tlora.training.exactness import Exactness
-from tlora.training.outcome import EvaluationDone, Outcome, StepDone
+from tlora.training.outcome import EvaluationDone, StepDone
 
 SETTINGS = Settings(max_replicas=1)
 """Of policies: groups over several devices are not run yet."""
@@ -311,18 +311,8 @@ class Lead:
 
     def _noted(self, device: int, what: str, when: float, fields: dict[str, Any]) -> None:
         if what == "nano_batch":
-            purpose = fields["purpose"]
-            self.progress.on_nano_batch(
-                Outcome(
-                    kind=Kind(purpose) if purpose else None,
-                    rows=fields["rows"],
-                    tokens=fields["tokens"],
-                    seconds=fields["seconds"],
-                    error=fields["error"],
-                )
-            )
-        kind = "joined" if what == "attached" else what
-        record = {"v": 1, "kind": kind, **fields, "device": device, "time": when}
+            self.progress.on_nano_batch(outcome_of(fields))
+        record = event_of(device, what, when, fields)
         # As with all events, no job depends on it.
         with suppress(OSError):
             self.directory.append(self.directory.root / "events.jsonl", record)

@@ -30,6 +30,7 @@ from tlora.runtime.directory import RunDirectory, replace_text
 from tlora.runtime.environment import quieten_libraries
 from tlora.runtime.executors.devices import DeviceExecutor, Devices
 from tlora.runtime.executors.messages import Message, Noted, Ready, Said
+from tlora.runtime.executors.notes import event_of, outcome_of
 from tlora.runtime.executors.processes import WorkerProcesses
 from tlora.runtime.executors.worker import WorkerSettings
 from tlora.runtime.interrupts import interruptible
@@ -59,8 +60,6 @@ from tlora.runtime.sweeps.view import View, choose_view
 from tlora.runtime.training import describe_run, load_super_model
 from tlora.schedule.tasks import TaskPlan, plan_tasks
 from tlora.store.study import StudyLog, StudyTurn, read_study_log
-from tlora.training.compose import Kind
-from tlora.training.outcome import Outcome
 from tlora.tuning.outlook import survivors_of
 from tlora.tuning.results import Study, TaskStudies
 from tlora.tuning.samplers import check_sampler, is_known_before, planned
@@ -469,18 +468,8 @@ class TaskSweep:
 
     def _noted(self, device: int, what: str, when: float, fields: dict[str, Any]) -> None:
         if what == "nano_batch":
-            purpose = fields["purpose"]
-            self.view.on_nano_batch(
-                Outcome(
-                    kind=Kind(purpose) if purpose else None,
-                    rows=fields["rows"],
-                    tokens=fields["tokens"],
-                    seconds=fields["seconds"],
-                    error=fields["error"],
-                )
-            )
-        kind = "joined" if what == "attached" else what
-        record = {"v": 1, "kind": kind, **fields, "device": device, "time": when}
+            self.view.on_nano_batch(outcome_of(fields))
+        record = event_of(device, what, when, fields)
         # As with all events, no job depends on it.
         with suppress(OSError):
             self.directory.append(self.directory.root / "events.jsonl", record)
