@@ -326,8 +326,7 @@ def evaluated(adapted: PeftJob, rows: Sequence[TokenSequence]) -> float:
         batch = ordered[start : start + EVALUATED_AT_ONCE]
         inputs = padded_inputs(batch)
         count = int((inputs["labels"][:, 1:] != IGNORED).sum())
-        inputs = {name: tensor.to(adapted.device) for name, tensor in inputs.items()}
-        total += adapted.model(**inputs, use_cache=False).loss.double().cpu() * count
+        total += adapted.loss(inputs).double().cpu() * count
         targets += count
     return float(total / targets)
 
@@ -426,6 +425,8 @@ def warm_up(sweep: Sweep, model: SuperModel, peft: PeftJobs, budget: int) -> Non
     whole = model.device.type == "cuda"
     chosen = sweep if whole else replace(sweep, jobs=short(kinds, WARM_UP_STEPS))
     FusedSweep(chosen, model, budget, "alto" if whole else "none").run()
+    largest = max(sweep.jobs, key=lambda job: job.train.batch_size)
+    peft.choose_products(largest, list(sweep.train[: largest.train.batch_size]), packed=False)
     for job in short(kinds, WARM_UP_STEPS):
         train_trial(sweep, job, peft, OneByOne())
 
@@ -552,6 +553,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "train_tokens": sum(map(len, sweep.train)),
                 "trials": len(sweep.jobs),
                 "warm_up_s": round(warm_s, 1),
+                "peft_autocast": peft.autocast,
             }
             lines.append(line)
             share = found.left / (len(sweeps) - at)

@@ -291,7 +291,8 @@ class Engine:
         if self.exact:
             return (budget,)
         if self._controller is not None and self._bucket_step is None:
-            return self._controller.buckets(budget)
+            if not self._controller.is_settled:
+                return self._controller.buckets(budget)
         return buckets_for(budget, step=self._bucket_step)
 
     def _launch(self, launched: InFlight, composition: Composition) -> None:

@@ -258,6 +258,8 @@ def _run(settings: Settings, say: Say, started: float) -> Result:
         # Beside our model there was no room; nothing of ours is measured any more.
         alone = in_time("PEFT by itself", peft_alone)
         rounds = rounds.followed_by(alone) if alone else rounds
+    if lineup.peft_under_autocast:
+        notes.append("PEFT ran under autocast, which is faster here.")
     return Result(
         settings=settings,
         shape=shape,

@@ -19,7 +19,12 @@ from tlora.runtime.benchmark.arms import (
     train_one_at_a_time,
     train_together,
 )
-from tlora.runtime.benchmark.peft_arm import PeftJobs, is_available, train_one_by_one
+from tlora.runtime.benchmark.peft_arm import (
+    PeftJobs,
+    batches_of,
+    is_available,
+    train_one_by_one,
+)
 from tlora.runtime.benchmark.processes import Processes
 from tlora.runtime.benchmark.rounds import Arm, LeftOut, Prepare, Run
 from tlora.runtime.benchmark.settings import Settings
@@ -73,6 +78,10 @@ class Lineup:
     def budget(self) -> int:
         assert self.settings.budget
         return self.settings.budget
+
+    @property
+    def peft_under_autocast(self) -> bool:
+        return self._peft is not None and self._peft.autocast
 
     def arms(self, kinds: Sequence[str]) -> dict[str, Prepare]:
         """Of these kinds. The fused arm is warm by then: what memory it takes is looked at."""
@@ -174,6 +183,9 @@ class Lineup:
     def peft(self, how: str) -> Arm:
         if self._peft is None:
             self._peft = PeftJobs(shapes.twin(self.model), self.adapters)
+            job = self.work.jobs[0]
+            batch = batches_of(job, self.work.rows[job.name])[-1]
+            self._peft.choose_products(job, batch, packed=how == "packed")
         jobs = self._peft
         train_one_by_one(jobs, self.work, packed=how == "packed")
         return lambda: train_one_by_one(jobs, self.work, packed=how == "packed")

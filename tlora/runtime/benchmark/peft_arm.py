@@ -5,9 +5,15 @@ precision, threads, data and optimiser. Padding is at the end and causal attenti
 ahead, so padded batches need no mask, which is the faster way. Setting adapters up is outside of
 the clock, as it is for us; what PEFT has made for a rank is kept and filled anew for the next job
 of that rank, for making it takes longer than training in a large model.
+
+Its adapters are float32, as ours are. Under a base in half precision PEFT multiplies them in
+float32; inside of autocast, as trainers run it, in the base's precision, which is slower or faster
+by the size of a batch. The faster one is taken.
 """
 
+import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -20,6 +26,8 @@ from tlora.runtime.benchmark.machine import now
 from tlora.runtime.benchmark.rounds import Run
 from tlora.runtime.benchmark.shapes import twin
 from tlora.runtime.benchmark.workload import Done, Workload
+
+TRIED_STEPS = 3
 
 
 def is_available() -> bool:
@@ -35,6 +43,7 @@ class PeftJobs:
 
     def __init__(self, base: PreTrainedModel, adapters: Mapping[str, AdapterWeights]) -> None:
         self.base = base
+        self.autocast = False
         self._adapters = adapters
         self._made: dict[LoraSpec, PeftJob] = {}
 
@@ -43,8 +52,34 @@ class PeftJobs:
         if job.lora not in self._made:
             self._made[job.lora] = PeftJob(twin(self.base), job)
         adapted = self._made[job.lora]
+        adapted.use_autocast(self.autocast)
         adapted.start(job, self._adapters[job.name])
         return adapted
+
+    def choose_products(self, job: JobSpec, batch: list[TokenSequence], *, packed: bool) -> None:
+        """The faster one of float32 and autocast, by a few steps of each."""
+        if self.base.device.type != "cuda" or self.base.dtype == torch.float32:
+            return
+        seconds: dict[bool, float] = {}
+        for autocast in (False, True):
+            self.autocast = autocast
+            try:
+                seconds[autocast] = self._seconds_of_step(job, batch, packed=packed)
+            except torch.OutOfMemoryError:
+                seconds[autocast] = math.inf
+            torch.cuda.empty_cache()
+        self.autocast = seconds[True] < seconds[False]
+
+    def _seconds_of_step(self, job: JobSpec, batch: list[TokenSequence], *, packed: bool) -> float:
+        adapted = self.start(job)
+        times = [now(self.base.device)]
+        try:
+            for _ in range(TRIED_STEPS):
+                adapted.step(batch, packed=packed)
+                times.append(now(self.base.device))
+        finally:
+            adapted.stop()
+        return min(after - before for before, after in pairwise(times))
 
 
 def train_one_by_one(jobs: PeftJobs, work: Workload, *, packed: bool) -> Run:
@@ -94,6 +129,7 @@ class PeftJob:
             if name.rpartition(".")[2] == "lora_dropout":
                 module.train()
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.autocast = False
         self.optimiser: torch.optim.Optimizer | None = None
         self.max_grad_norm: float | None = None
 
@@ -111,12 +147,18 @@ class PeftJob:
             fused=True,
         )
 
+    def use_autocast(self, autocast: bool) -> None:
+        self.autocast = autocast
+        for module in self.model.modules():
+            if hasattr(module, "cast_input_dtype_enabled"):
+                # Else inputs would go to float32 and back.
+                module.cast_input_dtype_enabled = not autocast  # type: ignore[assignment]
+
     def step(self, batch: list[TokenSequence], *, packed: bool) -> torch.Tensor:
         """One optimiser step; the loss stays on the device."""
         assert self.optimiser is not None, "no job has begun"
         inputs = packed_inputs(batch) if packed else padded_inputs(batch)
-        inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
-        loss = self.model(**inputs, use_cache=False).loss
+        loss = self.loss(inputs)
         loss.backward()
         if self.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
@@ -124,9 +166,16 @@ class PeftJob:
         self.optimiser.zero_grad()
         return loss.detach()
 
+    def loss(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        on_device = {name: tensor.to(self.device) for name, tensor in inputs.items()}
+        with torch.autocast(self.device.type, self.model.dtype, enabled=self.autocast):
+            return self.model(**on_device, use_cache=False).loss
+
     def stop(self) -> None:
-        """The optimiser's memory is given back."""
+        """The memory of the optimiser and of gradients that an error left is given back."""
         self.optimiser = None
+        for parameter in self.parameters:
+            parameter.grad = None
 
     @torch.no_grad()
     def _load(self, weights: AdapterWeights) -> None:
