@@ -68,9 +68,9 @@ NEARLY_FULL = 15 / 16
 
 PARTS = 32
 SMALLEST = 4
-"""Sizes are thirty-seconds of the budget, from an eighth on. Measured on an H200, a nano-batch takes
-as long as it has rows from a quarter of 8,192 on, so padding is dear; a size that was not there
-before is captured once, which takes as long as one nano-batch."""
+"""Sizes are thirty-seconds of the budget, from an eighth on. On an H200 the time of a nano-batch is
+in proportion to its rows from a quarter of 8,192 on, so padding is dear; capturing a size takes
+about as long as one nano-batch, once."""
 
 
 def buckets_for(budget: int, *, step: int | None = None) -> tuple[int, ...]:

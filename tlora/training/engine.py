@@ -290,9 +290,9 @@ class Engine:
     def _buckets(self, budget: int) -> tuple[int, ...]:
         if self.exact:
             return (budget,)
-        if self._controller is not None and self._bucket_step is None:
-            if not self._controller.is_settled:
-                return self._controller.buckets(budget)
+        controller = self._controller
+        if controller is not None and not controller.is_settled and self._bucket_step is None:
+            return controller.buckets(budget)
         return buckets_for(budget, step=self._bucket_step)
 
     def _launch(self, launched: InFlight, composition: Composition) -> None:
