@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -343,10 +344,15 @@ def judged(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
         for name, limit in LIMITS_PCT.items()
     )
     ranks = {name: (ranking(found, name, real=True), ranking(found, name)) for name in LIMITS_PCT}
-    same = all(real == simulated for real, simulated in ranks.values())
+    turned = {name: turned_pairs(found, name) for name in LIMITS_PCT}
     replays = all(each["replayed"] == len(each["real"]) for each in found.values())
+    same = not any(beyond for pairs in turned.values() for _, _, beyond in pairs)
     return {
         "ranking": {name: list(real) for name, (real, _) in ranks.items()},
+        "turned_within_noise": {
+            name: [[one, other] for one, other, beyond in pairs if not beyond]
+            for name, pairs in turned.items()
+        },
         "same_ranking": same,
         "within_limits": within,
         "replays_agree": replays,
@@ -354,12 +360,30 @@ def judged(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def turned_pairs(found: dict[str, dict[str, Any]], name: str) -> list[tuple[str, str, bool]]:
+    """Policies that the simulation has the other way round, and whether they truly differ: by more
+    than the repeats of either do."""
+    turned: list[tuple[str, str, bool]] = []
+    for one, other in combinations(found, 2):
+        real = statistics.mean(values(found, one, name)) - statistics.mean(
+            values(found, other, name)
+        )
+        simulated = found[one]["simulated"][name] - found[other]["simulated"][name]
+        if real * simulated < 0:
+            noise = max(np.ptp(values(found, policy, name)) for policy in (one, other))
+            turned.append((one, other, bool(abs(real) > noise)))
+    return turned
+
+
+def values(found: dict[str, dict[str, Any]], policy: str, name: str) -> list[float]:
+    return [run[name] for run in found[policy]["real"]]
+
+
 def ranking(found: dict[str, dict[str, Any]], name: str, *, real: bool = False) -> tuple[str, ...]:
     def value(policy: str) -> float:
-        each = found[policy]
         if real:
-            return statistics.mean(run[name] for run in each["real"])
-        return each["simulated"][name]
+            return statistics.mean(values(found, policy, name))
+        return found[policy]["simulated"][name]
 
     return tuple(sorted(found, key=value))
 
@@ -368,7 +392,7 @@ def print_table(found: dict[str, dict[str, Any]], verdict: dict[str, Any]) -> No
     print(f"\n{'policy':20}{'':12}{'real':>10}{'spread':>9}{'simulated':>12}{'error':>9}")
     for policy, each in found.items():
         for name, limit in LIMITS_PCT.items():
-            runs = [run[name] for run in each["real"]]
+            runs = values(found, policy, name)
             mean = statistics.mean(runs)
             spread = (max(runs) - min(runs)) / mean * 100
             error = each["error_pct"][name]
@@ -379,6 +403,9 @@ def print_table(found: dict[str, dict[str, Any]], verdict: dict[str, Any]) -> No
             )
     for name in ("same_ranking", "replays_agree", "within_limits"):
         print(f"{name.replace('_', ' ')}: {'yes' if verdict[name] else 'NO'}")
+    for name, pairs in verdict["turned_within_noise"].items():
+        for one, other in pairs:
+            print(f"alike: {one} and {other} in {name}, by less than repeats differ")
 
 
 if __name__ == "__main__":

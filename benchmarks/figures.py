@@ -98,7 +98,7 @@ def figures(kind: str, given: argparse.Namespace) -> Iterator[Figures]:
             yield found
         found.values["complete"] = True
     except OutOfTime:
-        found.say(f"stopped after {given.seconds} s: the figures are not complete")
+        found.say("stopped: the figures are not complete")
     except BaseException as error:
         found.values["error"] = f"{type(error).__name__}: {error}"[:500]
         raise
@@ -113,15 +113,16 @@ def figures(kind: str, given: argparse.Namespace) -> Iterator[Figures]:
 
 @contextmanager
 def limit(seconds: int) -> Iterator[None]:
-    """Raises OutOfTime in the main thread once the time is over."""
+    """Raises OutOfTime in the main thread once the time is over, or somebody ends the script."""
 
     def stop(number: int, frame: object) -> None:
         raise OutOfTime
 
-    before = signal.signal(signal.SIGALRM, stop)
+    before = {each: signal.signal(each, stop) for each in (signal.SIGALRM, signal.SIGTERM)}
     signal.alarm(seconds)
     try:
         yield
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
