@@ -1,8 +1,10 @@
 """Arms that are compared must do the same thing."""
 
+import copy
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tlora.core.job import JobSpec
 from tlora.model.super_model import SuperModel
@@ -65,6 +67,34 @@ def test_peft_trains_what_we_train(plain, ours, work, packed) -> None:
     assert peft_losses(base, ours, off, rows, packed=packed) != pytest.approx(
         expected, rel=TOLERANCE
     )
+
+
+def test_peft_under_autocast_trains_the_same_float32_adapters(plain, ours, work) -> None:
+    """In bfloat16 the losses are those of float32 products but for rounding, and what the adapters
+    multiply is not float32 any more; a rate of half is further off than rounding."""
+    job = replace(work.jobs[1], train=replace(work.jobs[1].train, max_steps=4, learning_rate=1e-2))
+    rows = work.rows[job.name][: job.train.batch_size]
+    peft = PeftJobs(copy.deepcopy(plain).to(torch.bfloat16), draw_adapters(ours, [job]))
+    seen: set[torch.dtype] = set()
+
+    def losses(autocast: bool, job: JobSpec = job) -> list[float]:
+        peft.autocast = autocast
+        adapted = peft.start(job)
+        assert {parameter.dtype for parameter in adapted.parameters} == {torch.float32}
+        layer = next(m for n, m in adapted.model.named_modules() if n.endswith("lora_A.default"))
+        seen.clear()
+        handle = layer.register_forward_hook(lambda *given: seen.add(given[2].dtype))
+        found = losses_of(peft, job, rows, packed=False)
+        handle.remove()
+        return found
+
+    in_float32 = losses(autocast=False)
+    assert seen == {torch.float32}
+    found = losses(autocast=True)
+    assert seen == {torch.bfloat16}
+    half = losses(True, replace(job, train=replace(job.train, learning_rate=5e-3)))
+    assert found == pytest.approx(in_float32, rel=0.01)
+    assert half != pytest.approx(in_float32, rel=0.01)
 
 
 def test_the_base_is_as_before_after_peft(plain, ours, work) -> None:
