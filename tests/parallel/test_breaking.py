@@ -19,19 +19,18 @@ def same_as_alone(told: list[Told], alone: Told, names: tuple[str, ...] = JOBS) 
 
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
-@pytest.mark.parametrize("hold", [0, 2])
+@pytest.mark.parametrize("kept", [0, 1, 2])
 def test_a_pass_that_breaks_off_in_shards_holds_nobody_up(
-    place: str, hold: int, ranks: Ranks, checkpoint: str, alone: Told
+    place: str, kept: int, ranks: Ranks, checkpoint: str, alone: Told
 ) -> None:
     """In the middle of the layers, with a job that spans both ranks: its batch is run again on
     both, and all end as they would alone."""
-    plan = Plan(bucket=192, fsdp=2, adapters="mixed", spread=("wide",))
+    plan = Plan(bucket=192, fsdp=2, kept_layers=kept, adapters="mixed", spread=("wide",))
     told = ranks.call(
         rank_work.train_in_group,
         2,
         plan=plan,
         path=checkpoint,
-        hold=hold,
         first=JOBS,
         break_pass=(1, 9, place),
     )

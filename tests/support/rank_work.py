@@ -23,6 +23,7 @@ from tlora.parallel import lock_step
 from tlora.parallel.counting import Counts
 from tlora.parallel.lock_step import Pass
 from tlora.parallel.mesh import shard_mesh
+from tlora.parallel.reduction import sum_in_order
 from tlora.parallel.shard_loading import load_sharded
 from tlora.parallel.sharding import Sharded
 from tlora.training.driver import JobDriver, Status
@@ -81,14 +82,14 @@ class Told:
 
 
 @cache
-def sharded_model(
-    path: str, plan: Plan, hold: int, exact: bool
-) -> tuple[SuperModel, Sharded, Counts]:
+def sharded_model(path: str, plan: Plan, exact: bool) -> tuple[SuperModel, Sharded, Counts]:
     """Once for each plan: the process group stays."""
     counts = Counts()
     device = torch.device("cpu")
     mesh = shard_mesh(plan, device)
-    model, sharded = load_sharded(BaseSpec(model=path), device, mesh, counts=counts, hold=hold)
+    model, sharded = load_sharded(
+        BaseSpec(model=path), device, mesh, counts=counts, kept_layers=plan.kept_layers
+    )
     with sharded.building():
         super_model = SuperModel(model, per_sequence=exact)
         sharded.serve(super_model)
@@ -103,7 +104,6 @@ def train_in_group(
     plan: Plan,
     *,
     path: str = "",
-    hold: int = 0,
     exact: bool = False,
     budget: int = 192,
     first: Sequence[str] = FIRST,
@@ -118,7 +118,7 @@ def train_in_group(
     rank, world = dist.get_rank(), dist.get_world_size()
     sharded, counts = None, Counts()
     if plan.fsdp > 1:
-        model, sharded, counts = sharded_model(path, plan, hold, exact)
+        model, sharded, counts = sharded_model(path, plan, exact)
         assert not model.jobs
     else:
         model = SuperModel(base_model(), per_sequence=exact)
@@ -320,14 +320,15 @@ def watched(**settings: Any) -> tuple[dict[str, Any], dict[str, int]]:
             each: each
             for each in ("broadcast", "reduce", "gather", "all_gather", "all_to_all", "scatter")
         },
+        "all_to_all_single": "all_to_all",
         "reduce_scatter_tensor": "reduce_scatter",
         "reduce_scatter_single": "reduce_scatter",
     }
     names = {name: kind for name, kind in names.items() if hasattr(dist, name)}
     kept = {name: getattr(dist, name) for name in names}
     if settings["plan"].fsdp > 1:
-        # Made before: making it gathers too.
-        sharded_model(settings["path"], settings["plan"], settings.get("hold", 0), False)
+        # Made before, for that gathers too; and nothing is left gathered by others.
+        sharded_model(settings["path"], settings["plan"], False)[1].reset()
     try:
         for name, kind in names.items():
             setattr(dist, name, counted(kind, kept[name]))
@@ -341,6 +342,43 @@ def watched(**settings: Any) -> tuple[dict[str, Any], dict[str, int]]:
     return told.counts, calls
 
 
+def sums_by_rank() -> dict[str, Any]:
+    """Random parts on each rank, summed by `sum_in_order` and by adding all of them up here."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    shapes = ((3, 17), (1,), (5, 7, 3), (101,))
+
+    def parts_of(number: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(number)
+        return [
+            torch.randn(shape, generator=generator)
+            * 10 ** (4 * torch.rand(shape, generator=generator))
+            for shape in shapes
+        ]
+
+    everybody = [parts_of(number) for number in range(world)]
+    figures = [[0.1 * (number + 1), 1e9 + number / 3] for number in range(world)]
+    counts = Counts()
+    own = parts_of(rank)
+    sums = sum_in_order(own, figures[rank], counts=counts)
+    tally = counts.as_json()["gradient"]
+
+    def added(order: Sequence[int]) -> list[torch.Tensor]:
+        total = [part.clone() for part in everybody[order[0]]]
+        for number in order[1:]:
+            for so_far, part in zip(total, everybody[number], strict=True):
+                so_far += part
+        return total
+
+    return {
+        "same": all(map(torch.equal, own, added(range(world)))),
+        "other order": all(map(torch.equal, own, added(range(world)[::-1]))),
+        "figures": sums == [sum(each) for each in zip(*figures, strict=True)],
+        "calls": tally["calls"],
+        "bytes": tally["num_bytes"],
+        "own bytes": sum(4 * part.numel() for part in own),
+    }
+
+
 def adapter_numbers(name: str) -> int:
     """How many a job's adapter has."""
     weights = SuperModel(base_model()).new_adapter(spec_of(name))
@@ -350,7 +388,7 @@ def adapter_numbers(name: str) -> int:
 def missing_after_break(path: str) -> int:
     """Gatherings that were made up for, on this rank, when the forward of one broke off."""
     plan = Plan(bucket=192, fsdp=2, adapters="rank_local")
-    _, sharded, _ = sharded_model(path, plan, 0, False)
+    _, sharded, _ = sharded_model(path, plan, False)
     catch_up, missing = sharded.catch_up, [0]
 
     def counted() -> None:
@@ -392,9 +430,9 @@ def same_in_shards(kind: str, path: str) -> dict[str, bool]:
     device, counts = torch.device("cpu"), Counts()
     base = BaseSpec(model=path)
     mesh = shard_mesh(Plan(bucket=64, fsdp=dist.get_world_size()), device)
-    hold = 2 if kind == "held" else 0
-    loaded, sharded = load_sharded(base, device, mesh, counts=counts, hold=hold)
-    recomputed = kind == "checkpointed"
+    kept = {"kept": 3, "kept in part": 1, "kept and checkpointed": 2}.get(kind, 0)
+    loaded, sharded = load_sharded(base, device, mesh, counts=counts, kept_layers=kept)
+    recomputed = "checkpointed" in kind
     with sharded.building():
         model = SuperModel(loaded, gradient_checkpointing=recomputed)
         sharded.serve(model)
@@ -438,7 +476,7 @@ def train_pairs(path: str = "") -> Told:
     if path:
         rank = dist.get_rank()
         plan = Plan(bucket=192, fsdp=2, adapters="mixed", spread=("pairs",))
-        model, sharded, counts = sharded_model(path, plan, 0, False)
+        model, sharded, counts = sharded_model(path, plan, False)
         engine: Engine = GroupEngine(
             model,
             budget_tokens=192,

@@ -70,7 +70,9 @@ def load_backbone(
     if plan.fsdp == 1:
         return load_super_model(spec, device), None
     mesh = shard_mesh(plan, device)
-    model, sharded = load_sharded(spec.base, device, mesh, counts=counts)
+    model, sharded = load_sharded(
+        spec.base, device, mesh, counts=counts, kept_layers=plan.kept_layers
+    )
     with sharded.building():
         # FSDP2's hooks are no part of a compiled layer or of a captured graph.
         super_model = SuperModel(
