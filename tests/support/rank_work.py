@@ -79,6 +79,11 @@ class Told:
     """Of training alone."""
 
     usage: Usage
+    budget: int = 0
+    """Tokens of a nano-batch, in the end."""
+
+    breaks: int = 0
+    """Passes that were broken on purpose."""
 
 
 @cache
@@ -109,12 +114,13 @@ def train_in_group(
     first: Sequence[str] = FIRST,
     late: dict[int, str] | None = None,
     break_pass: tuple[int, int, str] | None = None,
+    fault: str = "",
     twin: str | None = None,
     poison: tuple[int, int, str] | None = None,
 ) -> Told:
     """Jobs that do not span ranks are dealt in turn. `break_pass`: (rank, nano-batch, place) of an
-    exception. `twin` names something that is done wrong. `poison`: (rank, turn, job) whose
-    gradient is made infinite there."""
+    exception; `fault` says which (`break_at`). `twin` names something that is done wrong.
+    `poison`: (rank, turn, job) whose gradient is made infinite there."""
     rank, world = dist.get_rank(), dist.get_world_size()
     sharded, counts = None, Counts()
     if plan.fsdp > 1:
@@ -159,11 +165,11 @@ def train_in_group(
             next(iter(model.views(poison[2]).values())).grad.fill_(float("inf"))
         return bool(coming)
 
-    undo = []
+    undo, breaks = [], []
     if twin is not None:
         undo.append(break_twin(twin))
     if break_pass is not None and break_pass[0] == rank:
-        undo.append(break_at(engine, *break_pass[1:]))
+        undo.append(break_at(engine, *break_pass[1:], fault, breaks))
     try:
         run_group(
             engine, [arrive(name) for name in first if is_here(name)], watcher, between=between
@@ -180,6 +186,8 @@ def train_in_group(
         errors=watcher.errors,
         counts=less(counts.as_json(), before),
         usage=engine.usage,
+        budget=engine.budget_tokens,
+        breaks=len(breaks),
     )
 
 
@@ -207,45 +215,59 @@ def less(after: dict[str, dict[str, int]], before: dict[str, dict[str, int]]) ->
     return found
 
 
-def break_at(engine: GroupEngine, number: int, place: str):
+def break_at(engine: GroupEngine, number: int, place: str, fault: str, breaks: list[str]):
     """An exception in the middle of the forward or the backward of the first training nano-batch
-    with work from that number on."""
+    with work from that number on; with `fault` "joining" of the first one without. "memory" makes
+    it one for want of that, and a job's name one for want of memory in every nano-batch of that
+    job."""
     from tlora.model.linear import SharedInput
 
-    seen = {"passes": 0, "inside": 0, "broken": 0}
-    original_launch = engine._launch
+    seen = {"passes": 0, "inside": False}
+    original_launch, original_join = engine._launch, engine._join_without_work
     middle = engine.super_model.groups[len(engine.super_model.groups) // 2]
     original = SharedInput._compute
+    for_ever = fault not in ("", "memory", "joining")
+    error: Exception = RuntimeError("broken on purpose")
+    if for_ever or fault == "memory":
+        error = torch.OutOfMemoryError("out of memory on purpose")
 
     def launch(launched, composition):
         seen["passes"] += 1
-        seen["inside"] = 1
+        jobs = [pick.job for pick in composition.picks]
+        seen["inside"] = fault != "joining" and (not for_ever or fault in jobs)
         try:
             original_launch(launched, composition)
         finally:
-            seen["inside"] = 0
+            seen["inside"] = False
+
+    def join(kind):
+        seen["passes"] += 1
+        seen["inside"] = fault == "joining"
+        try:
+            original_join(kind)
+        finally:
+            seen["inside"] = False
+
+    def fail(*_) -> None:
+        raise error
 
     def compute(self, x):
         outputs = original(self, x)
         due = seen["inside"] and seen["passes"] >= number and outputs[0].requires_grad
-        if self is middle and due and not seen["broken"]:
-            seen["broken"] = 1
+        if self is middle and due and (for_ever or not breaks):
+            breaks.append(place)
             if place == "forward":
-                raise RuntimeError("broken on purpose")
-            outputs[0].register_hook(_raise)
+                fail()
+            outputs[0].register_hook(fail)
         return outputs
 
-    engine._launch = launch
+    engine._launch, engine._join_without_work = launch, join
     SharedInput._compute = compute
 
     def undo() -> None:
         SharedInput._compute = original
 
     return undo
-
-
-def _raise(gradient: torch.Tensor) -> None:
-    raise RuntimeError("broken on purpose")
 
 
 def break_twin(twin: str):
