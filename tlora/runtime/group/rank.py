@@ -35,7 +35,7 @@ from tlora.runtime.group.plans import spans
 from tlora.runtime.recording import Recorder
 from tlora.runtime.resuming import Resumption, resumption
 from tlora.runtime.sinks import Sinks
-from tlora.runtime.training import adapter_start, enter_job, load_super_model, show_exact
+from tlora.runtime.training import adapter_start, compiles, enter_job, load_super_model, show_exact
 from tlora.training.driver import JobDriver
 from tlora.training.group_engine import GroupEngine
 from tlora.training.group_loop import GroupLoop, run_group
@@ -74,11 +74,11 @@ def load_backbone(
         spec.base, device, mesh, counts=counts, kept_layers=plan.kept_layers
     )
     with sharded.building():
-        # FSDP2's hooks are no part of a compiled layer or of a captured graph.
         super_model = SuperModel(
             model,
             reserve_rows=sum(job.lora.r for job in spec.jobs),
             gradient_checkpointing=spec.engine.gradient_checkpointing,
+            compiled=compiles(spec, device),
         )
         sharded.serve(super_model)
     return super_model, sharded
