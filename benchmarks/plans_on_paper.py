@@ -46,7 +46,8 @@ def row(paper: PaperPlan) -> list[str]:
     assert memory is not None
     return [
         *place,
-        f"{plan.replicas} x {plan.fsdp}",
+        f"{plan.replicas} x {plan.fsdp}"
+        + (f", {plan.kept_layers} kept" if plan.kept_layers else ""),
         plan.adapters if plan.ranks > 1 else "",
         f"{plan.bucket:,}",
         f"{best.tokens_per_s:,.0f}",
@@ -64,7 +65,7 @@ def beyond(paper: PaperPlan) -> str:
         gain = each.run_tokens_per_s / first.run_tokens_per_s
         if each.price.fits and not each.plan.is_executed and gain > 1.01:
             plan = each.plan
-            sizes = {"tp": plan.tp, "pp": plan.pp, "kept layers": plan.kept_layers}
+            sizes = {"tp": plan.tp, "pp": plan.pp}
             told = ", ".join(f"{name} {count}" for name, count in sizes.items() if count > 1)
             return f"{gain:.2f}x with {told}"
     return ""

@@ -1,9 +1,9 @@
-"""Seconds of an all-gather, by hand."""
+"""Seconds of collectives, by hand."""
 
 import pytest
 
 from tlora.core.cluster import Link, uniform_cluster
-from tlora.costs.collectives import gather_s
+from tlora.costs.collectives import exchange_s, gather_s
 
 LINKS = (
     Link(bytes_per_s=100.0, latency_s=1.0),
@@ -33,3 +33,10 @@ def test_the_node_with_the_fewest_links_is_waited_for() -> None:
 def test_between_racks_the_slowest_level_sets_the_time() -> None:
     """Eight GPUs of each rack take in half."""
     assert gather_s(400.0, range(16), CLUSTER) == pytest.approx(3 + 200 / 8)
+
+
+def test_what_is_everybodys_own_is_not_passed_on() -> None:
+    """Within a node as a gather; between nodes each GPU takes in 200 bytes over one link of 10."""
+    assert exchange_s(400.0, (0, 1, 2, 3), CLUSTER) == pytest.approx(1 + 3.0)
+    assert exchange_s(400.0, range(8), CLUSTER) == pytest.approx(2 + 200 / 10)
+    assert exchange_s(400.0, (2,), CLUSTER) == 0.0

@@ -89,8 +89,8 @@ def test_rank_local_jobs_sum_nothing_and_rest_on_their_ranks() -> None:
     spread = priced(eight(), Plan(replicas=4, bucket=8192))
     assert local.sum_bytes == local.sum_s == 0
     gradients = 4 * 16 * PROFILE.parameters_per_rank
-    assert spread.sum_bytes == pytest.approx(4 * 8 * gradients)
-    assert spread.memory.sums == pytest.approx((4 + 2) * gradients)
+    assert spread.sum_bytes == pytest.approx(2 * 8 * gradients)
+    assert spread.memory.sums == pytest.approx((2 + 1 / 4) * gradients)
     assert local.memory.sums == 0
     assert local.memory.adapters == pytest.approx(spread.memory.adapters / 4)
     assert sorted(rank for rank in local.placement if rank is not None) == [0, 0, 1, 1, 2, 2, 3, 3]

@@ -1,9 +1,11 @@
 """A group of one rank on a CUDA device: nccl for gradients, gloo for the control element.
 
-What needs two devices, gatherings and their overlap, is tried with CPU processes only.
+What needs two devices, gatherings and their overlap, is tried with CPU processes only. One rank
+swaps and frees the weights of a base in shards all the same.
 """
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,3 +80,24 @@ def test_a_group_of_one_trains_as_an_engine(spanning: bool, device: torch.device
     for name, curve in expected.items():
         # tf32 and the order of sums on a device: as in tests/gpu/test_cuda.py.
         assert difference(found[name], curve).within(1e-3), name
+
+
+@pytest.mark.parametrize("kind", ["plain", "compiled", "kept, compiled", "checkpointed, compiled"])
+def test_layers_in_shards_compute_what_whole_ones_do(
+    kind: str, device: torch.device, tmp_path: Path
+) -> None:
+    """Compiled by inductor, their weights freed after each layer and back before its backward."""
+    from support import rank_work
+
+    rank_work.save_variant(kind, tmp_path)
+    (losses, gradients), (expected, own) = rank_work.shards_beside_whole(
+        kind, str(tmp_path), device
+    )
+    assert apart(losses, expected) < 1e-3
+    assert not apart(losses * 1.01, expected) < 1e-3
+    for gradient, other in zip(gradients, own, strict=True):
+        assert apart(gradient, other) < 1e-3
+
+
+def apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).norm() / other.norm())

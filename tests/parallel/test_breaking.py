@@ -19,25 +19,86 @@ def same_as_alone(told: list[Told], alone: Told, names: tuple[str, ...] = JOBS) 
 
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
-@pytest.mark.parametrize("hold", [0, 2])
+@pytest.mark.parametrize("kept", [0, 1, 2])
 def test_a_pass_that_breaks_off_in_shards_holds_nobody_up(
-    place: str, hold: int, ranks: Ranks, checkpoint: str, alone: Told
+    place: str, kept: int, ranks: Ranks, checkpoint: str, alone: Told
 ) -> None:
     """In the middle of the layers, with a job that spans both ranks: its batch is run again on
     both, and all end as they would alone."""
-    plan = Plan(bucket=192, fsdp=2, adapters="mixed", spread=("wide",))
+    plan = Plan(bucket=192, fsdp=2, kept_layers=kept, adapters="mixed", spread=("wide",))
     told = ranks.call(
         rank_work.train_in_group,
         2,
         plan=plan,
         path=checkpoint,
-        hold=hold,
         first=JOBS,
         break_pass=(1, 9, place),
     )
     assert any("broken on purpose" in error for error in told[1].errors)
     assert not told[0].errors and not any(each.failed for each in told)
     assert same_as_alone(told, alone)
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_a_rank_without_memory_goes_on_with_smaller_nano_batches(
+    place: str, fsdp: int, ranks: Ranks, checkpoint: str, alone: Told
+) -> None:
+    """That rank alone; every job, on it or beside it, ends as it would alone."""
+    plan = Plan(bucket=192, replicas=2 // fsdp, fsdp=fsdp, adapters="mixed", spread=("wide",))
+    told = ranks.call(
+        rank_work.train_in_group,
+        2,
+        plan=plan,
+        path=checkpoint,
+        first=JOBS,
+        break_pass=(1, 4, place),
+        fault="memory",
+    )
+    assert told[1].errors == ["out of memory: out of memory on purpose"]
+    assert [each.budget for each in told] == [192, 96]
+    assert not told[0].errors and not any(each.failed for each in told)
+    assert same_as_alone(told, alone)
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("job", ["odd", "wide"])
+def test_a_job_that_never_fits_fails_by_name_and_alone(
+    job: str, place: str, ranks: Ranks, checkpoint: str, alone: Told
+) -> None:
+    """In shards, on one rank: a job of that rank, or one that spans both and so leaves both. Its
+    neighbours end as they would alone."""
+    plan = Plan(bucket=192, fsdp=2, adapters="mixed", spread=("wide",))
+    told = ranks.call(
+        rank_work.train_in_group,
+        2,
+        plan=plan,
+        path=checkpoint,
+        first=JOBS,
+        break_pass=(1, 4, place),
+        fault=job,
+    )
+    assert [set(each.failed) for each in told] == [{job} if job == "wide" else set(), {job}]
+    assert "out of memory on" in told[1].failed[job]
+    assert same_as_alone(told, alone, tuple(name for name in JOBS if name != job))
+
+
+def test_a_pass_without_work_that_breaks_off_holds_nobody_up(
+    ranks: Ranks, checkpoint: str, alone: Told
+) -> None:
+    """A rank that joins for the others' sake: there is nothing to run again."""
+    plan = Plan(bucket=192, fsdp=2, adapters="rank_local")
+    told = ranks.call(
+        rank_work.train_in_group,
+        2,
+        plan=plan,
+        path=checkpoint,
+        first=("one",),
+        break_pass=(1, 2, "backward"),
+        fault="joining",
+    )
+    assert told[1].breaks == 1 and not any(each.failed for each in told)
+    assert same_as_alone(told, alone, ("one",))
 
 
 def test_a_pass_that_breaks_off_without_shards(ranks: Ranks, alone: Told) -> None:

@@ -6,6 +6,8 @@ from support.jobs import base_model
 from support.ranks import Ranks
 
 from tlora.core.plan import Plan
+from tlora.costs.layout import gathers_of
+from tlora.runtime.layouts import layout_of
 
 LAYERS = 2
 
@@ -54,26 +56,35 @@ def calls_of(passes: dict[str, int]) -> tuple[int, int]:
 
 
 def test_a_job_that_spans_ranks_is_summed_at_its_own_steps(ranks: Ranks) -> None:
-    """One gathering of its own gradient for each of its steps, one number's for an evaluation;
+    """Its own gradient is dealt and gathered for each of its steps, some numbers for an evaluation;
     nothing for its neighbour on one rank."""
     plan = Plan(bucket=192, replicas=2, adapters="mixed", spread=("odd",))
     told = ranks.call(rank_work.watched, 2, plan=plan, first=("one", "odd"))
     steps, evaluations = rank_work.STEPS["odd"], 3
     numbers = rank_work.adapter_numbers("odd")
-    for counts, _ in told:
-        assert counts["gradient"]["calls"] == steps
+    for counts, calls in told:
+        assert counts["gradient"]["calls"] == 2 * steps
         assert counts["figures"]["calls"] == evaluations
+        assert calls["all_to_all"] == steps
         figures = 9
-        assert counts["gradient"]["num_bytes"] == steps * 2 * (4 * numbers + 8 * figures)
+        padded = 2 * -(-numbers // 2)
+        assert counts["gradient"]["num_bytes"] == steps * 2 * (4 * padded + 8 * figures)
 
 
-@pytest.mark.parametrize("hold", [1, 3])
-def test_what_is_held_is_not_gathered_again(hold: int, ranks: Ranks, checkpoint: str) -> None:
-    """Kept for some nano-batches the whole backbone is gathered once for all of them."""
-    plan = Plan(bucket=192, fsdp=2, adapters="rank_local")
-    told = ranks.call(
-        rank_work.watched, 2, plan=plan, path=checkpoint, hold=hold, first=("wide", "one")
-    )
+@pytest.mark.parametrize("kept", [0, 1, LAYERS])
+def test_kept_layers_are_gathered_once_for_a_run(kept: int, ranks: Ranks, checkpoint: str) -> None:
+    """What a training nano-batch gathers is what is priced, to the byte; what is kept is gathered
+    by the first nano-batch, and by no other."""
+    plan = Plan(bucket=192, fsdp=2, kept_layers=kept, adapters="rank_local")
+    told = ranks.call(rank_work.watched, 2, plan=plan, path=checkpoint, first=("wide", "one"))
+    layout = layout_of(base_model(), name="tiny")
+    layer = layout.gathered_bytes(layout.layers[0], 2)
+    priced = gathers_of(layout, 2, kept)
+    # A forward alone does not come back.
+    once_less = layout.gathered_bytes(layout.root, 2) + (LAYERS - kept) * layer
     for counts, _ in told:
-        passes = sum(calls_of(counts["control"]["passes"]))
-        assert counts["backbone"]["calls"] == (LAYERS + 3) * -(-passes // hold)
+        forward, train = calls_of(counts["control"]["passes"])
+        assert forward and train
+        calls = priced.calls * train + (priced.calls - 1 - LAYERS + kept) * forward
+        moved = priced.moved_bytes * train + (priced.moved_bytes - once_less) * forward
+        assert counts["backbone"] == {"calls": calls + kept, "num_bytes": moved + kept * layer}

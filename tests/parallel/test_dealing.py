@@ -56,6 +56,15 @@ def test_nobody_moves_for_little() -> None:
     assert moves_to_balance([Load("a", 100, 1)], {"a": 0}, 2) == []
 
 
+def test_nobody_moves_for_less_than_it_costs() -> None:
+    """Of 100 the fullest rank gives 50 away: for one move of 49 it does, for one of 50 no more."""
+    loads = [Load("a", 50, 1), Load("b", 50, 1)]
+    here = {"a": 0, "b": 0}
+    settings = {"num_ranks": 2, "rank_cost": 0.0}
+    assert moves_to_balance(loads, here, **settings, move_cost=49.0) == [Move("a", 0, 1)]
+    assert moves_to_balance(loads, here, **settings, move_cost=50.0) == []
+
+
 def test_moves_make_the_fullest_rank_emptier() -> None:
     """On random loads, and never by more moves than jobs."""
     for seed in range(100):

@@ -15,6 +15,12 @@ from tlora.core.errors import ModelError
 from tlora.core.job import BaseSpec
 from tlora.parallel import shard_loading
 
+KINDS = (
+    *("tied", "bfloat16", "biased", "checkpointed", "kept", "kept in part", "kept, checkpointed"),
+    "kept, compiled",
+    pytest.param("checkpointed, compiled", marks=pytest.mark.slow),
+)
+
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -44,11 +50,12 @@ def test_a_rank_never_holds_the_whole_base(large: Path) -> None:
     assert found["whole"] > 0.9 * found["model"]
 
 
-@pytest.mark.parametrize("kind", ["tied", "bfloat16", "biased", "checkpointed", "held"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_model_in_shards_computes_what_it_computes_whole(
     kind: str, ranks: Ranks, tmp_path: Path
 ) -> None:
-    """Losses and gradients to the bit: tied heads, narrow formats, biases, recomputed layers."""
+    """Losses and gradients to the bit: tied heads, narrow formats, biases, recomputed layers,
+    layers that stay gathered, and compiled ones beside the whole model's."""
     rank_work.save_variant(kind, tmp_path)
     for same in ranks.call(rank_work.same_in_shards, 2, kind=kind, path=str(tmp_path)):
         assert same == {"losses": True, "gradients": True, "refuses": True}

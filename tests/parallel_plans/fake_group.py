@@ -1,6 +1,6 @@
 """One rank of a fake group, for one mesh after another: a small Llama with frozen weights, sharded
-by FSDP2, forward and backward; prints calls and bytes of its collectives. Run by
-test_fake_group.py."""
+by FSDP2, forward and backward; prints calls and bytes of its collectives, and those of the sum of a
+job's gradients. Run by test_fake_group.py."""
 
 import json
 import sys
@@ -14,6 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from tlora.parallel.counting import Counts
+from tlora.parallel.reduction import sum_in_order
 
 NAMESPACES = ("c10d", "_c10d_functional")
 TOKENS = 16
@@ -94,8 +97,12 @@ def counted(asked: dict) -> dict[str, int]:
             with counter:
                 rows = model.model(torch.zeros(1, TOKENS, dtype=torch.long)).last_hidden_state
                 rows.backward(gradient_of(head, rows))
+    summed = Counts()
+    sum_in_order([torch.zeros(asked["summed"])], [0.0], counts=summed)
     dist.destroy_process_group()
-    return counter.found
+    return counter.found | {
+        f"sum_{name}": value for name, value in summed.as_json()["gradient"].items()
+    }
 
 
 if __name__ == "__main__":

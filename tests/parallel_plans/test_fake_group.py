@@ -27,6 +27,9 @@ SIZES = {
     "vocabulary": 1000,
 }
 NANO_BATCHES = 2
+SUMMED = 10_000
+"""Numbers of a job's gradient."""
+
 PROGRAM = Path(__file__).parent / "fake_group.py"
 
 
@@ -49,7 +52,8 @@ KEPT = Mesh(2, 8, kept_layers=3)
 def collectives() -> dict[Mesh, dict[str, int]]:
     """Of one rank, for two nano-batches: calls and bytes of each kind."""
     meshes = [*MESHES, KEPT]
-    asked = [SIZES | mesh._asdict() | {"nano_batches": NANO_BATCHES} for mesh in meshes]
+    also = {"nano_batches": NANO_BATCHES, "summed": SUMMED}
+    asked = [SIZES | mesh._asdict() | also for mesh in meshes]
     done = subprocess.run(
         [sys.executable, str(PROGRAM), json.dumps(asked)],
         capture_output=True,
@@ -69,7 +73,8 @@ def test_a_sharded_base_is_gathered_as_predicted_and_nothing_else(
     is reduced, over shards or over replicas. Odd numbers of ranks pad as predicted."""
     base = layout(tied=mesh.tied)
     expected = gathers_of(base, mesh.fsdp)
-    assert collectives[mesh] == {
+    found = {name: many for name, many in collectives[mesh].items() if "sum" not in name}
+    assert found == {
         "all_gather_calls": NANO_BATCHES * expected.calls,
         "all_gather_bytes": NANO_BATCHES * expected.moved_bytes,
         "other_calls": 0,
@@ -91,3 +96,14 @@ def test_kept_layers_are_gathered_once_for_all_nano_batches(
     assert found["all_gather_bytes"] == NANO_BATCHES * kept.moved_bytes + 3 * layer
     assert found["all_gather_calls"] < NANO_BATCHES * plain.calls
     assert found["other_calls"] == 0
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_sum_brings_two_gradients_to_a_rank_however_many_there_are(
+    mesh: Mesh, collectives: dict[Mesh, dict[str, int]]
+) -> None:
+    """Padded to a whole number for each rank, and one number of each rank beside."""
+    ranks = mesh.replicas * mesh.fsdp
+    padded = -(-SUMMED // ranks) * ranks
+    assert collectives[mesh]["sum_calls"] == 2
+    assert collectives[mesh]["sum_num_bytes"] == 2 * 4 * padded + 8 * ranks

@@ -89,8 +89,6 @@ def test_what_nothing_runs_yet_is_refused_with_shards_instead() -> None:
         SpecError, match="tp and pp: priced, not executed yet; nearest: replicas: 1"
     ):
         check_plan(Plan(tp=2, pp=2, bucket=512), world=4, jobs=JOBS)
-    with pytest.raises(SpecError, match="kept_layers: priced, not executed yet"):
-        check_plan(Plan(fsdp=4, kept_layers=2, bucket=512), world=4, jobs=JOBS)
 
 
 @given(

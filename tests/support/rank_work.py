@@ -1,6 +1,7 @@
 """What ranks of a group do in tests: train some of the jobs of support.jobs under a plan."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -16,6 +17,7 @@ from support.preference import PAIR_JOBS, PAIRS
 from tlora.core.job import BaseSpec, EvalSpec, JobSpec
 from tlora.core.plan import Plan
 from tlora.core.sequence import TokenSequence
+from tlora.model import compiling, super_model
 from tlora.model.loading import load_base
 from tlora.model.packing import Share, pack
 from tlora.model.super_model import SuperModel
@@ -23,6 +25,7 @@ from tlora.parallel import lock_step
 from tlora.parallel.counting import Counts
 from tlora.parallel.lock_step import Pass
 from tlora.parallel.mesh import shard_mesh
+from tlora.parallel.reduction import sum_in_order
 from tlora.parallel.shard_loading import load_sharded
 from tlora.parallel.sharding import Sharded
 from tlora.training.driver import JobDriver, Status
@@ -78,17 +81,22 @@ class Told:
     """Of training alone."""
 
     usage: Usage
+    budget: int = 0
+    """Tokens of a nano-batch, in the end."""
+
+    breaks: int = 0
+    """Passes that were broken on purpose."""
 
 
 @cache
-def sharded_model(
-    path: str, plan: Plan, hold: int, exact: bool
-) -> tuple[SuperModel, Sharded, Counts]:
+def sharded_model(path: str, plan: Plan, exact: bool) -> tuple[SuperModel, Sharded, Counts]:
     """Once for each plan: the process group stays."""
     counts = Counts()
     device = torch.device("cpu")
     mesh = shard_mesh(plan, device)
-    model, sharded = load_sharded(BaseSpec(model=path), device, mesh, counts=counts, hold=hold)
+    model, sharded = load_sharded(
+        BaseSpec(model=path), device, mesh, counts=counts, kept_layers=plan.kept_layers
+    )
     with sharded.building():
         super_model = SuperModel(model, per_sequence=exact)
         sharded.serve(super_model)
@@ -103,22 +111,22 @@ def train_in_group(
     plan: Plan,
     *,
     path: str = "",
-    hold: int = 0,
     exact: bool = False,
     budget: int = 192,
     first: Sequence[str] = FIRST,
     late: dict[int, str] | None = None,
     break_pass: tuple[int, int, str] | None = None,
+    fault: str = "",
     twin: str | None = None,
     poison: tuple[int, int, str] | None = None,
 ) -> Told:
     """Jobs that do not span ranks are dealt in turn. `break_pass`: (rank, nano-batch, place) of an
-    exception. `twin` names something that is done wrong. `poison`: (rank, turn, job) whose
-    gradient is made infinite there."""
+    exception; `fault` says which (`break_at`). `twin` names something that is done wrong.
+    `poison`: (rank, turn, job) whose gradient is made infinite there."""
     rank, world = dist.get_rank(), dist.get_world_size()
     sharded, counts = None, Counts()
     if plan.fsdp > 1:
-        model, sharded, counts = sharded_model(path, plan, hold, exact)
+        model, sharded, counts = sharded_model(path, plan, exact)
         assert not model.jobs
     else:
         model = SuperModel(base_model(), per_sequence=exact)
@@ -159,11 +167,11 @@ def train_in_group(
             next(iter(model.views(poison[2]).values())).grad.fill_(float("inf"))
         return bool(coming)
 
-    undo = []
+    undo, breaks = [], []
     if twin is not None:
         undo.append(break_twin(twin))
     if break_pass is not None and break_pass[0] == rank:
-        undo.append(break_at(engine, *break_pass[1:]))
+        undo.append(break_at(engine, *break_pass[1:], fault, breaks))
     try:
         run_group(
             engine, [arrive(name) for name in first if is_here(name)], watcher, between=between
@@ -180,6 +188,8 @@ def train_in_group(
         errors=watcher.errors,
         counts=less(counts.as_json(), before),
         usage=engine.usage,
+        budget=engine.budget_tokens,
+        breaks=len(breaks),
     )
 
 
@@ -207,45 +217,59 @@ def less(after: dict[str, dict[str, int]], before: dict[str, dict[str, int]]) ->
     return found
 
 
-def break_at(engine: GroupEngine, number: int, place: str):
+def break_at(engine: GroupEngine, number: int, place: str, fault: str, breaks: list[str]):
     """An exception in the middle of the forward or the backward of the first training nano-batch
-    with work from that number on."""
+    with work from that number on; with `fault` "joining" of the first one without. "memory" makes
+    it one for want of that, and a job's name one for want of memory in every nano-batch of that
+    job."""
     from tlora.model.linear import SharedInput
 
-    seen = {"passes": 0, "inside": 0, "broken": 0}
-    original_launch = engine._launch
+    seen = {"passes": 0, "inside": False}
+    original_launch, original_join = engine._launch, engine._join_without_work
     middle = engine.super_model.groups[len(engine.super_model.groups) // 2]
     original = SharedInput._compute
+    for_ever = fault not in ("", "memory", "joining")
+    error: Exception = RuntimeError("broken on purpose")
+    if for_ever or fault == "memory":
+        error = torch.OutOfMemoryError("out of memory on purpose")
 
     def launch(launched, composition):
         seen["passes"] += 1
-        seen["inside"] = 1
+        jobs = [pick.job for pick in composition.picks]
+        seen["inside"] = fault != "joining" and (not for_ever or fault in jobs)
         try:
             original_launch(launched, composition)
         finally:
-            seen["inside"] = 0
+            seen["inside"] = False
+
+    def join(kind):
+        seen["passes"] += 1
+        seen["inside"] = fault == "joining"
+        try:
+            original_join(kind)
+        finally:
+            seen["inside"] = False
+
+    def fail(*_) -> None:
+        raise error
 
     def compute(self, x):
         outputs = original(self, x)
         due = seen["inside"] and seen["passes"] >= number and outputs[0].requires_grad
-        if self is middle and due and not seen["broken"]:
-            seen["broken"] = 1
+        if self is middle and due and (for_ever or not breaks):
+            breaks.append(place)
             if place == "forward":
-                raise RuntimeError("broken on purpose")
-            outputs[0].register_hook(_raise)
+                fail()
+            outputs[0].register_hook(fail)
         return outputs
 
-    engine._launch = launch
+    engine._launch, engine._join_without_work = launch, join
     SharedInput._compute = compute
 
     def undo() -> None:
         SharedInput._compute = original
 
     return undo
-
-
-def _raise(gradient: torch.Tensor) -> None:
-    raise RuntimeError("broken on purpose")
 
 
 def break_twin(twin: str):
@@ -320,14 +344,15 @@ def watched(**settings: Any) -> tuple[dict[str, Any], dict[str, int]]:
             each: each
             for each in ("broadcast", "reduce", "gather", "all_gather", "all_to_all", "scatter")
         },
+        "all_to_all_single": "all_to_all",
         "reduce_scatter_tensor": "reduce_scatter",
         "reduce_scatter_single": "reduce_scatter",
     }
     names = {name: kind for name, kind in names.items() if hasattr(dist, name)}
     kept = {name: getattr(dist, name) for name in names}
     if settings["plan"].fsdp > 1:
-        # Made before: making it gathers too.
-        sharded_model(settings["path"], settings["plan"], settings.get("hold", 0), False)
+        # Made before, for that gathers too; and nothing is left gathered by others.
+        sharded_model(settings["path"], settings["plan"], False)[1].reset()
     try:
         for name, kind in names.items():
             setattr(dist, name, counted(kind, kept[name]))
@@ -341,6 +366,43 @@ def watched(**settings: Any) -> tuple[dict[str, Any], dict[str, int]]:
     return told.counts, calls
 
 
+def sums_by_rank() -> dict[str, Any]:
+    """Random parts on each rank, summed by `sum_in_order` and by adding all of them up here."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    shapes = ((3, 17), (1,), (5, 7, 3), (101,))
+
+    def parts_of(number: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(number)
+        return [
+            torch.randn(shape, generator=generator)
+            * 10 ** (4 * torch.rand(shape, generator=generator))
+            for shape in shapes
+        ]
+
+    everybody = [parts_of(number) for number in range(world)]
+    figures = [[0.1 * (number + 1), 1e9 + number / 3] for number in range(world)]
+    counts = Counts()
+    own = parts_of(rank)
+    sums = sum_in_order(own, figures[rank], counts=counts)
+    tally = counts.as_json()["gradient"]
+
+    def added(order: Sequence[int]) -> list[torch.Tensor]:
+        total = [part.clone() for part in everybody[order[0]]]
+        for number in order[1:]:
+            for so_far, part in zip(total, everybody[number], strict=True):
+                so_far += part
+        return total
+
+    return {
+        "same": all(map(torch.equal, own, added(range(world)))),
+        "other order": all(map(torch.equal, own, added(range(world)[::-1]))),
+        "figures": sums == [sum(each) for each in zip(*figures, strict=True)],
+        "calls": tally["calls"],
+        "bytes": tally["num_bytes"],
+        "own bytes": sum(4 * part.numel() for part in own),
+    }
+
+
 def adapter_numbers(name: str) -> int:
     """How many a job's adapter has."""
     weights = SuperModel(base_model()).new_adapter(spec_of(name))
@@ -350,7 +412,7 @@ def adapter_numbers(name: str) -> int:
 def missing_after_break(path: str) -> int:
     """Gatherings that were made up for, on this rank, when the forward of one broke off."""
     plan = Plan(bucket=192, fsdp=2, adapters="rank_local")
-    _, sharded, _ = sharded_model(path, plan, 0, False)
+    _, sharded, _ = sharded_model(path, plan, False)
     catch_up, missing = sharded.catch_up, [0]
 
     def counted() -> None:
@@ -372,7 +434,7 @@ def save_variant(kind: str, path: Any) -> None:
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=3,
+        num_hidden_layers=2 if "compiled" in kind else 3,
         num_attention_heads=4,
         num_key_value_heads=2,
         tie_word_embeddings=kind == "tied",
@@ -387,43 +449,67 @@ def save_variant(kind: str, path: Any) -> None:
     model.to(torch.bfloat16 if kind == "bfloat16" else torch.float32).save_pretrained(path)
 
 
+@contextmanager
+def traced_layers() -> Iterator[None]:
+    """Layers are traced as for compiling, and run by torch's own kernels."""
+    kept = super_model.compile_layers
+    super_model.compile_layers = lambda model: compiling.compile_layers(model, backend="aot_eager")
+    try:
+        yield
+    finally:
+        super_model.compile_layers = kept
+
+
 def same_in_shards(kind: str, path: str) -> dict[str, bool]:
-    """A model in shards beside the whole one, forward and backward, twice."""
-    device, counts = torch.device("cpu"), Counts()
+    """A model in shards beside the whole one."""
+    with traced_layers():
+        (losses, gradients), (expected, own) = shards_beside_whole(kind, path, torch.device("cpu"))
+    return {
+        "losses": torch.equal(losses, expected),
+        "gradients": all(map(torch.equal, gradients, own)),
+        "refuses": not torch.equal(losses * (1 + 1e-6), expected) and any(map(torch.any, own)),
+    }
+
+
+def shards_beside_whole(
+    kind: str, path: str, device: torch.device
+) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Losses and gradients of both, forward and backward, twice. One rank gathers from nobody, and
+    goes through the rest."""
+    counts, alone = Counts(), dist.get_world_size() == 1
     base = BaseSpec(model=path)
     mesh = shard_mesh(Plan(bucket=64, fsdp=dist.get_world_size()), device)
-    hold = 2 if kind == "held" else 0
-    loaded, sharded = load_sharded(base, device, mesh, counts=counts, hold=hold)
-    recomputed = kind == "checkpointed"
+    kept = {"kept": 3, "kept in part": 1, "kept, checkpointed": 2, "kept, compiled": 1}.get(kind, 0)
+    loaded, sharded = load_sharded(base, device, mesh, counts=counts, kept_layers=kept)
+    settings = {
+        "gradient_checkpointing": "checkpointed" in kind,
+        "compiled": "compiled" in kind,
+    }
     with sharded.building():
-        model = SuperModel(loaded, gradient_checkpointing=recomputed)
+        model = SuperModel(loaded, **settings)
         sharded.serve(model)
-    whole = SuperModel(load_base(base, device), gradient_checkpointing=recomputed)
+    whole = SuperModel(load_base(base, device), **settings)
     share = Share("odd", [TokenSequence(*2 * [np.arange(4, 30, dtype=np.int32)])], [0], [1.0], 7)
     batch = pack([share], 32, device)
     found: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
     for each in (model, whole):
         each.attach("odd", each.new_adapter(spec_of("odd")), scale=1.0, dropout=0.1)
         for rows in each.views("odd").values():
-            rows.value.normal_(generator=torch.Generator().manual_seed(3))
+            generator = torch.Generator().manual_seed(3)
+            rows.value.copy_(torch.randn(rows.value.shape, generator=generator))
         each.refresh_operands()
         for train in (True, False, True):
-            if each is model:
+            if each is model and not alone:
                 sharded.begin(Pass.TRAIN if train else Pass.FORWARD)
             with torch.set_grad_enabled(train), each.routed(batch, train=train):
                 losses = each.token_losses(batch)
                 if train:
                     torch.autograd.backward(losses, torch.ones_like(losses))
-            if each is model:
+            if each is model and not alone:
                 sharded.end()
         gradients = [rows.grad.clone() for rows in each.views("odd").values()]
         found.append((losses.detach(), gradients))
-    (losses, gradients), (expected, own) = found
-    return {
-        "losses": torch.equal(losses, expected),
-        "gradients": all(map(torch.equal, gradients, own)),
-        "refuses": not torch.equal(losses * (1 + 1e-6), expected) and any(map(torch.any, own)),
-    }
+    return found
 
 
 def train_pairs(path: str = "") -> Told:
@@ -438,7 +524,7 @@ def train_pairs(path: str = "") -> Told:
     if path:
         rank = dist.get_rank()
         plan = Plan(bucket=192, fsdp=2, adapters="mixed", spread=("pairs",))
-        model, sharded, counts = sharded_model(path, plan, 0, False)
+        model, sharded, counts = sharded_model(path, plan, False)
         engine: Engine = GroupEngine(
             model,
             budget_tokens=192,

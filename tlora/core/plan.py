@@ -84,7 +84,7 @@ class Plan:
     @property
     def is_executed(self) -> bool:
         """The others have their place and their price, and nothing runs them yet."""
-        return self.tp == self.pp == 1 and not self.kept_layers
+        return self.tp == self.pp == 1
 
     def __str__(self) -> str:
         parts = [

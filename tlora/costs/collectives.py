@@ -1,8 +1,9 @@
-"""Seconds of an all-gather over GPUs that lie in nodes and racks.
+"""Seconds of collectives over GPUs that lie in nodes and racks.
 
 Every GPU has a link inside of its node and one out of it. A ring, or a tree, that is cut well uses
 all of them at once: a node takes in what it lacks over the links of all of its members, and passes
-it on inside meanwhile. The slowest of the levels sets the time.
+it on inside meanwhile. The slowest of the levels sets the time. Where each GPU is sent something of
+its own there is nothing to pass on: all of it comes over its own link.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,16 @@ from tlora.core.cluster import Cluster, Tier
 
 def gather_s(moved_bytes: float, gpus: Sequence[int], cluster: Cluster) -> float:
     """Until each of these has all `moved_bytes`, of which it held its share; 0 for one GPU."""
+    return _slowest_s(moved_bytes, gpus, cluster, shared=True)
+
+
+def exchange_s(moved_bytes: float, gpus: Sequence[int], cluster: Cluster) -> float:
+    """Until each of these has `moved_bytes` of its own, as much from each; 0 for one GPU."""
+    return _slowest_s(moved_bytes, gpus, cluster, shared=False)
+
+
+def _slowest_s(moved_bytes: float, gpus: Sequence[int], cluster: Cluster, *, shared: bool) -> float:
+    """`shared`: the members of a node lack the same, and take it in once."""
     count = len(gpus)
     if count < 2:
         return 0.0
@@ -29,7 +40,8 @@ def gather_s(moved_bytes: float, gpus: Sequence[int], cluster: Cluster) -> float
             assert link is not None
             fewest = min(members.values())
             lacking = moved_bytes * (1 - fewest / count)
-            seconds = max(seconds, lacking / (fewest * link.bytes_per_s))
+            takers = fewest if shared else 1
+            seconds = max(seconds, lacking / (takers * link.bytes_per_s))
             latency = link.latency_s
     return latency + seconds
 

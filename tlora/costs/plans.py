@@ -7,9 +7,9 @@ but for the control element and for how gradients are summed.
 
 A sharded base is gathered layer by layer, a layer ahead of the one at work, so that per layer the
 longer of computing and gathering counts; the first layer of each direction is waited for, and so
-are embeddings and head. A job that spans ranks has its gradients gathered by all of them and summed
-in order. Tensor and pipeline parallel plans are priced by arithmetic alone, and nothing runs them
-yet.
+are embeddings and head. A job that spans ranks has its gradients summed in order, a part on each
+rank, and the sums gathered. Tensor and pipeline parallel plans are priced by arithmetic alone, and
+nothing runs them yet.
 """
 
 import math
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from tlora.core.errors import SpecError
 from tlora.core.plan import Plan
 from tlora.core.request import JobRequest
-from tlora.costs.collectives import gather_s
+from tlora.costs.collectives import exchange_s, gather_s
 from tlora.costs.groups import (
     NO_WORK,
     BaseCosts,
@@ -41,6 +41,10 @@ LAYERS_IN_FLIGHT = 3
 
 GRADIENT_BYTES = 4
 
+SUMMED_COPIES = 2
+"""Of a job's gradients, on a rank while they are summed: its own and what arrives, or what is
+gathered and its order as before. A rank's part of the sum comes on top."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryParts:
@@ -59,7 +63,7 @@ class MemoryParts:
     """Of a nano-batch."""
 
     sums: float
-    """Gradients of the largest job that spans ranks: its own, those of all ranks, their sum."""
+    """Gradients of the largest job that spans ranks, while they are summed."""
 
     rest: float | None
     """Workspaces, and what measured peaks were above the fit."""
@@ -107,7 +111,7 @@ class PlanPrice:
     """What these leave on a rank."""
 
     sum_bytes: float
-    """Gradients of jobs that span ranks: what gathering them leaves on a rank in a round."""
+    """Gradients of jobs that span ranks: what summing them brings to a rank in a round."""
 
     memory: MemoryParts
     usable_bytes: float | None
@@ -358,17 +362,17 @@ class _Links:
         return waits + (CONTROLS * self.link.latency_s if self.plan.ranks > 1 else 0.0)
 
     def sum_bytes(self, parameters: float) -> float:
-        """Every rank has the gradients of all before it adds them up."""
-        ranks = self.plan.ranks
-        return ranks * GRADIENT_BYTES * parameters / self.plan.pp if ranks > 1 else 0.0
+        """Its part of everybody's gradients, and the sums of all parts."""
+        return 2 * GRADIENT_BYTES * parameters / self.plan.pp if self.plan.ranks > 1 else 0.0
 
     def sum_s(self, spread: RoundWork) -> float:
-        """Each job has a call of its own."""
+        """Each job has two calls of its own."""
         if self.plan.ranks == 1 or not spread.steps or self.link is None:
             return 0.0
         members = self.gpus[:: self.plan.tp]
-        moved = self.sum_bytes(spread.parameters)
-        return gather_s(moved, members, self.cluster) + (spread.steps - 1) * self.link.latency_s
+        moved = self.sum_bytes(spread.parameters) / 2
+        once = exchange_s(moved, members, self.cluster) + gather_s(moved, members, self.cluster)
+        return once + 2 * (spread.steps - 1) * self.link.latency_s
 
     def _gathers_s(self, seconds: float) -> float:
         plan, layout = self.plan, self.layout
@@ -464,7 +468,7 @@ def _memory(
         weights=weights / parts,
         gathered=gathered,
         adapters=BYTES_PER_ADAPTER_PARAMETER * parameters * (1 + 1 / plan.tp) / 2 / plan.pp,
-        sums=(plan.ranks + 2) * GRADIENT_BYTES * largest_spread / plan.pp
+        sums=(SUMMED_COPIES + 1 / plan.ranks) * GRADIENT_BYTES * largest_spread / plan.pp
         if plan.ranks > 1
         else 0.0,
         activations=(row_bytes or 0.0) * rows / plan.tp if known else None,

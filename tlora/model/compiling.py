@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 MOST_GRAPHS = 64
@@ -31,14 +32,27 @@ def compile_layers(
 
         settings.recompile_limit = max(settings.recompile_limit, MOST_GRAPHS)
     for layer in layers:
-        layer.compile(dynamic=dynamic, fullgraph=True, backend=backend)
+        if isinstance(layer, FSDPModule):
+            # Without the hooks that gather and free its weights: they are no part of a graph.
+            layer.forward = torch.compile(
+                layer.forward, dynamic=dynamic, fullgraph=True, backend=backend
+            )
+        else:
+            layer.compile(dynamic=dynamic, fullgraph=True, backend=backend)
     return len(layers)
+
+
+def in_shards(model: nn.Module) -> bool:
+    """Whether its layers are gathered as they run: something that no captured graph can do."""
+    return any(isinstance(layer, FSDPModule) for layer in layers_of(model))
 
 
 def run_uncompiled(model: nn.Module) -> None:
     """From the next call on."""
     for layer in layers_of(model):
         layer._compiled_call_impl = None
+        # Of layers in shards: the class's own is underneath.
+        layer.__dict__.pop("forward", None)
 
 
 def is_compile_error(error: BaseException) -> bool:

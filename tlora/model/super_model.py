@@ -23,7 +23,13 @@ from tlora.kernels.multi_lora.routes import operand_dtype
 from tlora.kernels.multi_lora.settling import settle_kernels
 from tlora.kernels.streams import threshold
 from tlora.model.adapters import AdapterWeights, LoraPair, new_pair
-from tlora.model.compiling import compile_layers, is_compile_error, run_uncompiled, varies
+from tlora.model.compiling import (
+    compile_layers,
+    in_shards,
+    is_compile_error,
+    run_uncompiled,
+    varies,
+)
 from tlora.model.cuda_link import courier_for
 from tlora.model.graphs import Graphs
 from tlora.model.head import PlainHead, find_plain_head
@@ -116,7 +122,8 @@ class SuperModel:
             self._checkpoint_layers(keep_s=not compiled)
         if compiled:
             self._compile_layers()
-        if compiled and self.device.type == "cuda" and not gradient_checkpointing:
+        captured = compiled and self.device.type == "cuda" and not gradient_checkpointing
+        if captured and not in_shards(model):
             self._capture_graphs()
 
     @property

@@ -65,16 +65,18 @@ def moves_to_balance(
     num_ranks: int,
     *,
     slack: float = 0.2,
+    move_cost: float = 0.0,
     rank_cost: float = RANK_COST,
 ) -> list[Move]:
     """Jobs that change ranks so that no rank has more than `1 + slack` of the mean work; one at a
-    time from the fullest rank to the emptiest, as long as that makes the fullest one emptier."""
+    time from the fullest rank to the emptiest, as long as that makes the fullest one emptier. None
+    if the fullest gains less than the moves cost: `move_cost` each, in tokens' work."""
     here = dict(places)
     size = {load.job: load.work(rank_cost) for load in loads}
     work = [0.0] * num_ranks
     for job, rank in here.items():
         work[rank] += size.get(job, 0.0)
-    mean = sum(work) / num_ranks
+    mean, most = sum(work) / num_ranks, max(work)
     moves: list[Move] = []
     while len(moves) < len(loads):
         fullest = max(range(num_ranks), key=lambda rank: (work[rank], -rank))
@@ -91,4 +93,4 @@ def moves_to_balance(
         here[job] = emptiest
         work[fullest] -= size[job]
         work[emptiest] += size[job]
-    return moves
+    return moves if most - max(work) > len(moves) * move_cost else []

@@ -25,7 +25,7 @@ SINGLE = "model.safetensors"
 
 
 def load_sharded(
-    base: BaseSpec, device: torch.device, mesh: DeviceMesh, *, counts: Counts, hold: int = 0
+    base: BaseSpec, device: torch.device, mesh: DeviceMesh, *, counts: Counts, kept_layers: int = 0
 ) -> tuple[PreTrainedModel, Sharded]:
     """The model with this rank's shards of its weights. All ranks must call this."""
     directory = Path(base.model).expanduser()
@@ -40,7 +40,7 @@ def load_sharded(
     for parameter in model.parameters():
         # Not of buffers: rotary frequencies stay in float32.
         parameter.data = parameter.data.to(dtype)
-    sharded = Sharded(model, mesh, counts=counts, hold=hold)
+    sharded = Sharded(model, mesh, counts=counts, kept_layers=kept_layers)
     # FSDP2 has made every parameter a DTensor without memory; now each gets what is its own.
     model.to_empty(device=device)
     _fill_buffers(model)

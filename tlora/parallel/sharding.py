@@ -24,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tlora.core.errors import ModelError
+from tlora.core.errors import ModelError, SpecError
 from tlora.model.head import PlainHead
 from tlora.model.linear import LoraLinear
 from tlora.model.super_model import SuperModel
@@ -41,34 +41,37 @@ class Sharded:
     whose pass broke off can do the rest of them: the others would wait for it in vain."""
 
     def __init__(
-        self, model: PreTrainedModel, mesh: DeviceMesh, *, counts: Counts, hold: int = 0
+        self, model: PreTrainedModel, mesh: DeviceMesh, *, counts: Counts, kept_layers: int = 0
     ) -> None:
-        """Must be called before the weights are loaded or after, on all ranks. Gathered weights are
-        kept for `hold` nano-batches; 0 frees each layer as soon as it has run."""
+        """Must be called before the weights are loaded or after, on all ranks. The first
+        `kept_layers` stay gathered once they were; the others are freed as soon as they have
+        run."""
         self.model = model
         self.counts = counts
-        self.hold = hold
-        self._held = 0
         self._pass: list[FSDPModule] = []
         self._issued = 0
+        self._kept_are_here = False
         backbone = model.base_model
-        layers = _layers_of(model)
+        layers = layers_to_shard(model)
+        check_kept_layers(kept_layers, len(layers))
         model.requires_grad_(False)
         self._tied = _tie_head(model)
         embeddings = model.get_input_embeddings()
         head = embeddings if self._tied else model.get_output_embeddings()
         parts = [embeddings, *layers, *([] if self._tied else [head])]
         for part in (*parts, backbone):
-            fully_shard(part, mesh=mesh, reshard_after_forward=hold == 0)
+            fully_shard(part, mesh=mesh, reshard_after_forward=True)
         units = [cast(FSDPModule, part) for part in (backbone, *parts)]
         self.root, self.embeddings, self.layers = units[0], units[1], units[2 : 2 + len(layers)]
         self.head = self.embeddings if self._tied else units[-1]
         self._units = units
+        self._kept, self._passing = self.layers[:kept_layers], self.layers[kept_layers:]
         gather = cast(Any, _Gather(self))
         for unit in units:
             unit.set_custom_all_gather(gather)
-            if hold:
-                unit.set_reshard_after_backward(False)
+        for layer in self._kept:
+            layer.set_reshard_after_forward(False)
+            layer.set_reshard_after_backward(False)
         backward = [self.root, *reversed(self.layers)]
         for layer, following in pairwise(self.layers):
             layer.set_modules_to_forward_prefetch([following])
@@ -92,8 +95,9 @@ class Sharded:
         self.head.unshard()
         self.head.set_reshard_after_forward(False)
         yield
-        self.head.set_reshard_after_forward(self.hold == 0)
-        self._free()
+        self.head.set_reshard_after_forward(True)
+        for unit in self._units:
+            unit.reshard()
 
     def serve(self, model: SuperModel) -> None:
         """Put the head that gathers its weight in."""
@@ -107,22 +111,16 @@ class Sharded:
     def begin(self, kind: Pass) -> None:
         """A pass, on all ranks."""
         self._issued = 0
-        self._pass = []
-        if not self._held:
-            self._pass += [self.root, self.embeddings, *self.layers]
-            # The embeddings' weight is there already, if it is kept.
-            self._pass += [] if self._tied and self.hold else [self.head]
-        if kind is Pass.TRAIN and not self.hold:
-            self._pass += [self.root, *reversed(self.layers)]
+        layers = self._passing if self._kept_are_here else self.layers
+        self._pass = [self.root, self.embeddings, *layers, self.head]
+        if kind is Pass.TRAIN:
+            self._pass += [self.root, *reversed(self._passing)]
 
     def end(self) -> None:
         """The pass is through on this rank."""
         if self._issued != len(self._pass):
             raise GroupLost(f"{self._issued} gatherings in a pass of {len(self._pass)}")
-        if self.hold:
-            self._held = (self._held + 1) % self.hold
-            if not self._held:
-                self._free()
+        self._kept_are_here = True
 
     def catch_up(self) -> None:
         """The pass broke off here: drop what is under way and take part in what others still gather
@@ -138,7 +136,7 @@ class Sharded:
 
     def reset(self) -> None:
         """Nothing is gathered from now on; on all ranks, before the next pass, if one broke off."""
-        self._held = 0
+        self._kept_are_here = False
         if not hasattr(FSDPModule, "reset_iter_state"):
             raise GroupLost("this version of torch cannot take a pass back that broke off")
         for root in (self.root, self.head):
@@ -149,12 +147,7 @@ class Sharded:
     def gathered_head(self) -> Iterator[None]:
         self.head.unshard()
         yield
-        if not self.hold:
-            self.head.reshard()
-
-    def _free(self) -> None:
-        for unit in self._units:
-            unit.reshard()
+        self.head.reshard()
 
     def issued(self, num_bytes: int) -> None:
         self._issued += 1
@@ -227,7 +220,7 @@ class _Gather:
         return work
 
 
-def _layers_of(model: PreTrainedModel) -> list[nn.Module]:
+def layers_to_shard(model: PreTrainedModel) -> list[nn.Module]:
     layers: list[nn.Module] = [
         each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)
     ]
@@ -237,6 +230,13 @@ def _layers_of(model: PreTrainedModel) -> list[nn.Module]:
             "be laid over ranks; use a plan with fsdp: 1"
         )
     return layers
+
+
+def check_kept_layers(kept_layers: int, num_layers: int) -> None:
+    if kept_layers > num_layers:
+        raise SpecError(
+            f"is {kept_layers}, and the base has {num_layers} layers", field="plan.kept_layers"
+        )
 
 
 def _tie_head(model: PreTrainedModel) -> bool:

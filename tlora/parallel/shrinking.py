@@ -11,5 +11,6 @@ def smaller(plan: Plan) -> Plan | None:
     if plan.replicas > 1:
         return replace(plan, replicas=plan.replicas - 1)
     if plan.fsdp > 1:
-        return replace(plan, fsdp=plan.fsdp - 1)
+        # Larger shards leave less room for layers that stay gathered.
+        return replace(plan, fsdp=plan.fsdp - 1, kept_layers=0)
     return None

@@ -177,8 +177,12 @@ def load_super_model(spec: RunSpec, device: torch.device) -> SuperModel:
         reserve_rows=sum(job.lora.r for job in spec.jobs),
         per_sequence=spec.engine.isolation == "exact",
         gradient_checkpointing=spec.engine.gradient_checkpointing,
-        compiled=device.type == "cuda" if spec.engine.compile == "auto" else spec.engine.compile,
+        compiled=compiles(spec, device),
     )
+
+
+def compiles(spec: RunSpec, device: torch.device) -> bool:
+    return device.type == "cuda" if spec.engine.compile == "auto" else spec.engine.compile
 
 
 def adapter_start(job: JobSpec, model: SuperModel) -> AdapterWeights:

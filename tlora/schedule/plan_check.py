@@ -79,6 +79,8 @@ def _nearest(plan: Plan, world: int, planner: Planner) -> str:
     smaller = [
         planner.price(replace(plan, bucket=size)) for size in planner.sizes() if size <= plan.bucket
     ]
+    if plan.kept_layers:
+        smaller.append(planner.price(replace(plan, kept_layers=0)))
     prices = smaller + [each.price for each in planner.choose(world).candidates]
     able = [price for price in prices if price.fits and price.plan.gpus == world]
     if able:
@@ -121,7 +123,8 @@ def _try(plan: Plan) -> str:
 
 def _as_fields(plan: Plan) -> str:
     """As a plan file has them."""
+    kept = f"kept_layers: {plan.kept_layers}, " if plan.kept_layers else ""
     return (
-        f"replicas: {plan.replicas}, fsdp: {plan.fsdp}, bucket: {plan.bucket}, "
+        f"replicas: {plan.replicas}, fsdp: {plan.fsdp}, {kept}bucket: {plan.bucket}, "
         f"adapters: {plan.adapters}"
     )

@@ -125,14 +125,13 @@ class Planner:
         on_paper: bool = False,
         bucket: int | None = None,
     ) -> PlanChoice:
-        """`on_paper` adds what is priced and never chosen: tensor and pipeline parallel plans, and
-        layers that stay gathered. `bucket` holds the size of nano-batches; otherwise every size
-        is tried."""
+        """`on_paper` adds what is priced and never chosen: tensor and pipeline parallel plans.
+        `bucket` holds the size of nano-batches; otherwise every size is tried. Where shards wait
+        for weights and memory is free, layers stay gathered."""
         found = [
             self._best_size(shape, bucket, gpus) for shape in self._shapes(world, on_paper=on_paper)
         ]
-        if on_paper:
-            found += [other for price in found if (other := self._keeping(price, gpus)) is not None]
+        found += [other for price in found if (other := self._keeping(price, gpus)) is not None]
         able = [price for price in found if price.fits and price.plan.is_executed]
         best = None
         if able:
@@ -337,7 +336,6 @@ def _preference(price: PlanPrice) -> tuple[int, float, int, int]:
 
 def not_executed(plan: Plan) -> str:
     names = [name for name, count in (("tp", plan.tp), ("pp", plan.pp)) if count > 1]
-    names += ["kept_layers"] if plan.kept_layers else []
     return f"{' and '.join(names)}: priced, not executed yet"
 
 

@@ -5,6 +5,7 @@ that it can be resumed under any plan. A job that spans ranks is written by rank
 """
 
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -35,7 +36,7 @@ from tlora.runtime.group.plans import spans
 from tlora.runtime.recording import Recorder
 from tlora.runtime.resuming import Resumption, resumption
 from tlora.runtime.sinks import Sinks
-from tlora.runtime.training import adapter_start, enter_job, load_super_model, show_exact
+from tlora.runtime.training import adapter_start, compiles, enter_job, load_super_model, show_exact
 from tlora.training.driver import JobDriver
 from tlora.training.group_engine import GroupEngine
 from tlora.training.group_loop import GroupLoop, run_group
@@ -70,13 +71,15 @@ def load_backbone(
     if plan.fsdp == 1:
         return load_super_model(spec, device), None
     mesh = shard_mesh(plan, device)
-    model, sharded = load_sharded(spec.base, device, mesh, counts=counts)
+    model, sharded = load_sharded(
+        spec.base, device, mesh, counts=counts, kept_layers=plan.kept_layers
+    )
     with sharded.building():
-        # FSDP2's hooks are no part of a compiled layer or of a captured graph.
         super_model = SuperModel(
             model,
             reserve_rows=sum(job.lora.r for job in spec.jobs),
             gradient_checkpointing=spec.engine.gradient_checkpointing,
+            compiled=compiles(spec, device),
         )
         sharded.serve(super_model)
     return super_model, sharded
@@ -135,6 +138,11 @@ class Member:
         self._observer = _OwnJobs(self.recorder, self._records)
         self._local = 0
         """Jobs that were on this rank alone when it was last looked."""
+
+        self._entering_s = math.inf
+        """The least that taking a job in took."""
+
+        self._started = time.perf_counter()
 
     def run(self, should_stop: Callable[[], bool]) -> bool:
         drivers = self._enter_all()
@@ -195,7 +203,9 @@ class Member:
                 self.recorder.on_end(driver)
             return None
         self.recorder.start([driver])
-        self.tell(Attached(name, driver.step, time.perf_counter() - began))
+        seconds = time.perf_counter() - began
+        self._entering_s = min(seconds, self._entering_s)
+        self.tell(Attached(name, driver.step, seconds))
         return driver
 
     def _attach_unrecorded(
@@ -232,16 +242,18 @@ class Member:
             if not spans(self.plan, driver.name)
         ]
         told = exchange(
-            json.dumps([[load.job, load.tokens, load.rank] for load in own]),
+            json.dumps([self._move_cost(), [[load.job, load.tokens, load.rank] for load in own]]),
             counts=self.counts,
             purpose=Purpose.MOVING,
         )
-        loads, places = [], {}
+        loads, places, costs = [], {}, []
         for rank, text in enumerate(told):
-            for job, tokens, adapter_rank in json.loads(text):
+            cost, jobs = json.loads(text)
+            costs.append(cost)
+            for job, tokens, adapter_rank in jobs:
                 loads.append(Load(job, tokens, adapter_rank))
                 places[job] = rank
-        moves = moves_to_balance(loads, places, self.world)
+        moves = moves_to_balance(loads, places, self.world, move_cost=max(costs))
         if not moves:
             return
         for move in moves:
@@ -255,6 +267,14 @@ class Member:
                 driver = self._enter(move.job, found) if found.result is None else None
                 if driver is not None:
                     loop.enter(driver)
+
+    def _move_cost(self) -> float:
+        """Tokens that this rank would train in the time of a move, while which all ranks wait:
+        saving a job takes about as long as taking it in."""
+        if math.isinf(self._entering_s):
+            return 0.0
+        rate = self.engine.usage.tokens / (time.perf_counter() - self._started)
+        return 2 * self._entering_s * rate
 
     def _send_off(self, loop: GroupLoop, name: str, target: int) -> None:
         driver = loop.active[name]

@@ -22,6 +22,7 @@ from tlora.data.prepare import PreparedData
 from tlora.model.loading import load_shape, resolve_device
 from tlora.model.targets import find_targets
 from tlora.parallel.mesh import check_runs, join
+from tlora.parallel.sharding import check_kept_layers, layers_to_shard
 from tlora.parallel.shrinking import smaller
 from tlora.runtime.checking import check_targets, context_length, prepare_jobs
 from tlora.runtime.data_lines import full_lines, start_lines
@@ -151,6 +152,8 @@ class _Whole:
             absent = check_unchanged(directory, spec)
         shape = load_shape(spec.base)
         check_targets(spec, find_targets(shape))
+        if self.plan.fsdp > 1:
+            check_kept_layers(self.plan.kept_layers, len(layers_to_shard(shape)))
         data = prepare_jobs(spec, limit=context_length(shape.config))
         self.progress.say(*start_lines(spec.jobs, data, directory.root / "data.txt"))
         directory.create(fresh=fresh)
