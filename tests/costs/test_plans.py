@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 from support.scheduling import PROFILE, request
 
 from tlora.core.cluster import Link, uniform_cluster
+from tlora.core.dealing import deal_jobs, load_of
 from tlora.core.errors import SpecError
 from tlora.core.plan import Plan
 from tlora.core.request import JobRequest
 from tlora.costs.groups import Costs
 from tlora.costs.layout import NAMED
-from tlora.costs.plans import CONTROLS, PlanPrice, deal, price_plan
+from tlora.costs.plans import CONTROLS, PlanPrice, placement_of, price_plan
 
 CLUSTER = uniform_cluster(16)
 LAYOUT = NAMED["llama-8b"]
@@ -195,23 +196,16 @@ def test_what_cannot_be_priced_is_refused() -> None:
         price_plan(unknown, eight(), [1.0] * 8, Plan(fsdp=2, bucket=512))
 
 
-@given(
-    st.lists(st.floats(0.01, 100.0), min_size=1, max_size=40),
-    st.integers(1, 16),
-    st.data(),
-)
-def test_jobs_are_dealt_evenly(work: list[float], ranks: int, data: st.DataObject) -> None:
-    """No rank has more than the mean and one job; those that span ranks have none."""
-    spread = [data.draw(st.booleans()) for _ in work]
-    placement = deal(work, spread, ranks)
-    loads = [0.0] * ranks
-    for rank, much, apart in zip(placement, work, spread, strict=True):
-        assert (rank is None) == apart
-        if rank is not None:
-            loads[rank] += much
-    local = [much for much, apart in zip(work, spread, strict=True) if not apart]
-    if local:
-        assert max(loads) <= sum(local) / ranks + max(local) + 1e-9
+def test_jobs_are_priced_where_a_group_puts_them() -> None:
+    """By the work they have left, not by that of a batch; those that span ranks are nowhere."""
+    jobs = [request("a", batch=8, steps=10), request("b", steps=900), request("c", steps=800)]
+    local = Plan(replicas=2, bucket=512, adapters="rank_local")
+    assert placement_of(jobs, local) == [1, 0, 1]
+    places = deal_jobs([load_of(each) for each in jobs], 2)
+    assert placement_of(jobs, local) == [places[each.name] for each in jobs]
+    mixed = replace(local, adapters="mixed", spread=("b",))
+    assert placement_of(jobs, mixed) == [1, None, 0]
+    assert placement_of(jobs, replace(local, adapters="data_parallel")) == [None] * 3
 
 
 def _steps_s(costs: Costs, price: PlanPrice) -> float:

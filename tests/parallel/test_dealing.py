@@ -4,10 +4,10 @@ import random
 
 import pytest
 
+from tlora.core.dealing import Load
 from tlora.core.plan import Plan
-from tlora.parallel.dealing import Load, Move, deal_jobs, deal_sequences, moves_to_balance
+from tlora.parallel.dealing import Move, deal_sequences, moves_to_balance
 from tlora.parallel.mesh import Place, check_runs, place_of
-from tlora.parallel.shrinking import smaller
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
@@ -28,18 +28,6 @@ def test_every_sequence_is_dealt_once_and_no_rank_has_a_sequence_more(num_ranks:
 def test_batches_of_one_go_round() -> None:
     """So that a job of batch 1 does not live on one rank."""
     assert [deal_sequences([7], 3, first=step % 3)[0] for step in range(4)] == [0, 1, 2, 0]
-
-
-def test_jobs_are_dealt_by_tokens_and_rank() -> None:
-    """The heavy one alone; a wide adapter counts more than a narrow one of the same tokens."""
-    loads = [Load("heavy", 100, 8), Load("a", 40, 8), Load("b", 30, 8), Load("c", 20, 8)]
-    places = deal_jobs(loads, 2)
-    assert [name for name, rank in places.items() if rank == places["heavy"]] == ["heavy"]
-    wide = [Load("wide", 100, 1000), Load("a", 100, 1), Load("b", 95, 1)]
-    places = deal_jobs(wide, 2)
-    assert places["a"] == places["b"] != places["wide"]
-    flat = deal_jobs(wide, 2, rank_cost=0.0)
-    assert flat["wide"] != flat["a"] and flat["b"] in (0, 1)
 
 
 def test_an_idle_rank_gets_a_job() -> None:
@@ -101,13 +89,3 @@ def test_a_plan_of_another_size_is_refused() -> None:
     """With both numbers."""
     with pytest.raises(ValueError, match=r"4 ranks.*there are 3"):
         check_runs(Plan(bucket=64, replicas=2, fsdp=2), 3)
-
-
-def test_a_plan_shrinks_by_a_copy_then_by_a_shard() -> None:
-    """Down to one rank, and no further."""
-    sizes = []
-    plan: Plan | None = Plan(bucket=64, replicas=2, fsdp=2, adapters="rank_local")
-    while plan is not None:
-        sizes.append((plan.replicas, plan.fsdp))
-        plan = smaller(plan)
-    assert sizes == [(2, 2), (1, 2), (1, 1)]

@@ -1,28 +1,25 @@
 """A run over several ranks from files to adapters, and ranks that are lost on the way."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support import group_faults
+from support.group_faults import lose
 from support.runs import job_file
 
-from tlora.cli.train import fastest_plan
+from tlora.cli.main import main
 from tlora.config import dump_spec, load_spec
 from tlora.core.errors import SpecError
 from tlora.core.job import RunSpec
 from tlora.core.plan import Plan
 from tlora.runtime.group import supervisor
+from tlora.runtime.group.choosing import fastest_plan
 from tlora.runtime.group.plans import check_plan
 from tlora.runtime.group.running import train_in_group
-from tlora.runtime.group.supervisor import Ranks
 from tlora.runtime.training import train
 
 pytestmark = pytest.mark.multi_process
@@ -93,25 +90,6 @@ def test_a_plan_leaves_what_one_process_leaves(spec: RunSpec, alone: Path, tmp_p
         assert 0 < each["utilisation"] <= 1
     page = (tmp_path / "report.html").read_text()
     assert 'id="ranks"' in page and "gradient: 48 x" in page
-
-
-def lose(when: Path, number: int, rank: int, lost: list[float]) -> Callable[[Ranks], None]:
-    """Send a signal to a rank of the first group once this file has some lines."""
-
-    def watch(pid: int) -> None:
-        until = time.monotonic() + 100
-        while time.monotonic() < until:
-            if when.exists() and len(when.read_text().splitlines()) >= 5:
-                break
-            time.sleep(0.05)
-        lost.append(time.time())
-        os.kill(pid, number)
-
-    def on_start(ranks: Ranks) -> None:
-        if not lost and len(ranks.pids) == 2:
-            threading.Thread(target=watch, args=(ranks.pids[rank],), daemon=True).start()
-
-    return on_start
 
 
 @pytest.mark.parametrize(
@@ -213,13 +191,17 @@ def test_a_plan_that_names_no_job_is_refused(spec: RunSpec) -> None:
         check_plan(Plan(bucket=64, replicas=2, adapters="mixed", spread=("nobody",)), spec)
 
 
-def test_the_fastest_plan_is_chosen_and_said(
-    spec: RunSpec, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """For two devices one of two ranks that can run; for one there is nothing to choose."""
-    plan = fastest_plan(spec, 2, None)
-    assert plan.is_executed and plan.gpus == 2
-    assert f"Best on 2 GPUs: {plan}." in capsys.readouterr().out
-    check_plan(plan, spec, world=2)
-    with pytest.raises(SpecError, match="--devices 2"):
-        fastest_plan(spec, 1, None)
+def test_the_fastest_plan_is_chosen_and_said(spec: RunSpec) -> None:
+    """For two devices one that can run, with its prediction; all ranks where they were started."""
+    way = fastest_plan(spec, 2, use_all=True)
+    assert way.plan is not None and way.plan.is_executed and way.plan.gpus == 2
+    assert f"plan: one group, {way.plan}: about " in way.sentence
+    check_plan(way.plan, spec, world=2)
+
+
+def test_auto_is_for_several_devices(spec: RunSpec, tmp_path: Path) -> None:
+    """For one there is nothing to choose."""
+    (tmp_path / "jobs.yaml").write_text(dump_spec(spec))
+    with pytest.raises(SystemExit) as ended:
+        main(["train", str(tmp_path / "jobs.yaml"), "--plan", "auto"])
+    assert ended.value.code == 2

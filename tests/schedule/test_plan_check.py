@@ -1,6 +1,9 @@
 """Plans that cannot run are refused with numbers and the nearest that can; wasteful ones are
 explained."""
 
+import re
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +15,13 @@ from tlora.core.plan import Plan
 from tlora.costs.groups import Costs
 from tlora.costs.layout import NAMED
 from tlora.schedule.paper import paper_jobs, paper_profile
-from tlora.schedule.plan_check import check_plan, distance, resized
+from tlora.schedule.plan_check import (
+    check_plan,
+    distance,
+    nothing_smaller,
+    resized,
+    smaller,
+)
 from tlora.schedule.planner import Planner
 
 JOBS = [f"j{place}" for place in range(16)]
@@ -49,11 +58,46 @@ def test_memory_that_cannot_fit_is_refused_with_the_nearest() -> None:
     with pytest.raises(SpecError, match="nearest: replicas: 1, fsdp: 8, bucket: 2048"):
         plan = Plan(fsdp=8, bucket=8192, adapters="rank_local")
         check_plan(plan, world=8, jobs=JOBS, planner=more)
-    with pytest.raises(SpecError, match=r"nothing fits on 1 GPU; on [24], replicas"):
+    with pytest.raises(
+        SpecError, match=r"nothing fits on 1 GPU: the least.*; on [24], replicas.* fits"
+    ):
         check_plan(Plan(bucket=512), world=1, jobs=JOBS, planner=big)
     with pytest.raises(SpecError, match="nothing fits on 1 GPU: the least"):
         small = planner("llama-70b", gpus=1)
         check_plan(Plan(bucket=512), world=1, jobs=JOBS, planner=small)
+
+
+def test_a_group_that_loses_a_rank_goes_on_with_what_fits() -> None:
+    """Whole copies with one less; 70B with a shard less, or with smaller nano-batches, as long as
+    there is room, and then not at all, with the numbers."""
+    local = Plan(replicas=4, bucket=8192, adapters="rank_local")
+    assert smaller(local, planner("llama-8b")) == replace(local, replicas=3)
+    big = planner("llama-70b", jobs=8)
+    plan: Plan | None = Plan(fsdp=6, bucket=8192, adapters="rank_local")
+    seen: list[Plan] = []
+    while plan is not None:
+        seen.append(plan)
+        assert plan is seen[0] or big.price(plan).fits
+        plan = smaller(plan, big)
+    sizes = [each.gpus for each in seen]
+    assert sizes == sorted(set(sizes), reverse=True) and sizes[-1] > 1
+    assert sorted((each.bucket for each in seen), reverse=True) == [each.bucket for each in seen]
+    why = nothing_smaller(seen[-1], big)
+    assert re.search(rf"nothing fits on {sizes[-1] - 1} GPU.* needs .* GiB of 132.0", why)
+
+
+def test_shards_are_kept_where_memory_is_not_known() -> None:
+    """A base that was sharded may not fit otherwise; the last rank has it whole all the same."""
+    profile = paper_profile("llama-8b")
+    memory = replace(profile.memory, device_bytes=None, row_bytes=None)
+    costs = Costs({"llama-8b": replace(profile, memory=memory)}, uniform_cluster(8))
+    unknown = Planner(costs, paper_jobs(8, "llama-8b"), layout=NAMED["llama-8b"])
+    found = smaller(Plan(replicas=2, fsdp=2, bucket=512, adapters="rank_local"), unknown)
+    assert found is not None and found.fsdp >= 2 and found.gpus <= 3
+    last = smaller(Plan(fsdp=2, bucket=512, adapters="mixed", spread=("j0",)), unknown)
+    assert last is not None and last == Plan(bucket=512, adapters="mixed", spread=("j0",))
+    assert smaller(last, unknown) is None
+    assert nothing_smaller(last, unknown) == "there is no rank left to go on with"
 
 
 def test_more_ranks_than_rank_local_jobs_are_explained() -> None:

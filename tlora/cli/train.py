@@ -1,6 +1,6 @@
 """`tlora train`."""
 
-import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,11 +11,13 @@ from tlora.cli.output import print_error
 from tlora.core.errors import SpecError
 from tlora.core.job import Isolation, RunSpec
 from tlora.core.plan import Plan
+from tlora.runtime.group.launched import Started, started_ranks
 
 if TYPE_CHECKING:
     from tlora.runtime.training import RunResult
 
 AUTO = "auto"
+DEFAULT_POLICY = "tlora"
 
 
 def train(
@@ -36,8 +38,8 @@ def train(
             "--devices",
             metavar="N",
             min=1,
-            help="Train on so many GPUs, or in so many processes where there are none; who trains "
-            "where is scheduled.",
+            help="Train on so many GPUs, or in so many processes where there are none, by the plan "
+            "that is predicted to be the fastest.",
         ),
     ] = 1,
     plan: Annotated[
@@ -45,13 +47,13 @@ def train(
         typer.Option(
             "--plan",
             metavar="FILE|auto",
-            help="Lay one copy of the jobs' base over several ranks as this file says: replicas, "
-            "fsdp, bucket, adapters; auto: as is predicted to be the fastest on --devices. Under "
+            help="Train as one group over several ranks as this file says: replicas, fsdp, "
+            "bucket, adapters; auto: as is predicted to be the fastest on --devices. Under "
             "torchrun this process is one of the ranks.",
         ),
     ] = None,
     profile: ProfileOption = None,
-    policy: PolicyOption = "tlora",
+    policy: PolicyOption = DEFAULT_POLICY,
     isolation: Annotated[
         Isolation | None,
         typer.Option(
@@ -75,18 +77,18 @@ def train(
     if fresh and not yes:
         ask_to_start_over(folder)
 
+    started = started_ranks()
+    run = _Run(spec, folder, devices, fresh=fresh, profile=profile, started=started)
     if plan is not None:
-        result = train_with_plan(spec, folder, plan, devices=devices, profile=profile, fresh=fresh)
+        result = run.with_plan(plan)
+    elif started is not None and started.ranks > 1:
+        result = run.with_plan(Path(AUTO))
     elif devices == 1:
         from tlora.runtime.training import train as train_run
 
         result = train_run(spec, output=folder, fresh=fresh)
     else:
-        from tlora.runtime.scheduled import train_on_devices
-
-        result = train_on_devices(
-            spec, output=folder, devices=devices, fresh=fresh, profile=profile, policy=policy
-        )
+        result = run.over_devices(policy)
     if result.interrupted:
         print_error("interrupted: the same command goes on from here")
         raise typer.Exit(130)
@@ -95,37 +97,87 @@ def train(
         raise typer.Exit(1)
 
 
-def train_with_plan(
-    spec: RunSpec, folder: Path, file: Path, *, devices: int, profile: str | None, fresh: bool
-) -> "RunResult":
-    from tlora.config import load_plan
-    from tlora.runtime.group.plans import check_plan
-    from tlora.runtime.group.running import train_as_rank, train_in_group
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run over several devices, in one of the ways there are."""
 
-    # torchrun's own variables: somebody else has started the ranks.
-    started = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
-    ranks = int(os.environ["WORLD_SIZE"]) if started else devices
-    if str(file) == AUTO:
-        plan = fastest_plan(spec, ranks, profile)
-    else:
-        plan = load_plan(file)
-        check_plan(plan, spec, world=None if ranks == 1 else ranks)
-    if started:
-        return train_as_rank(spec, output=folder, plan=plan, fresh=fresh)
-    return train_in_group(spec, output=folder, plan=plan, fresh=fresh)
+    spec: RunSpec
+    folder: Path
+    devices: int
+    fresh: bool
+    profile: str | None
+    started: Started | None
+
+    @property
+    def before(self) -> Path | None:
+        """Where an earlier run is gone on with."""
+        return None if self.fresh else self.folder
+
+    def over_devices(self, policy: str) -> "RunResult":
+        """As the planner says: a worker on each device, or one group. Policies are of workers: to
+        name one asks for these."""
+        if policy == DEFAULT_POLICY:
+            from tlora.runtime.group.choosing import way_over_devices
+
+            way = way_over_devices(
+                self.spec, self.devices, output=self.before, profile=self.profile
+            )
+            _say(way.sentence)
+            if way.plan is not None:
+                return self._in_group(way.plan)
+        from tlora.runtime.scheduled import train_on_devices
+
+        return train_on_devices(
+            self.spec,
+            output=self.folder,
+            devices=self.devices,
+            fresh=self.fresh,
+            profile=self.profile,
+            policy=policy,
+        )
+
+    def with_plan(self, file: Path) -> "RunResult":
+        from tlora.runtime.group.choosing import check_memory, fastest_plan
+        from tlora.runtime.group.plans import check_plan
+        from tlora.runtime.group.running import train_as_rank
+
+        started = self.started
+        ranks = started.ranks if started else self.devices
+        about = {
+            "output": self.before,
+            "profile": self.profile,
+            "per_node": started.per_node if started else None,
+        }
+        if str(file) == AUTO:
+            if ranks == 1:
+                raise SpecError("auto chooses for several devices; add --devices 2", field="--plan")
+            way = fastest_plan(self.spec, ranks, use_all=started is not None, **about)
+            assert way.plan is not None
+            plan = way.plan
+            if started is None or started.speaks:
+                _say(way.sentence)
+        else:
+            from tlora.config import load_plan
+
+            plan = load_plan(file)
+            check_plan(plan, self.spec, world=None if ranks == 1 else ranks)
+            check_memory(self.spec, plan, **about)
+        if started is not None:
+            return train_as_rank(self.spec, output=self.folder, plan=plan, fresh=self.fresh)
+        return self._in_group(plan)
+
+    def _in_group(self, plan: Plan) -> "RunResult":
+        from tlora.runtime.group.running import train_in_group
+
+        return train_in_group(
+            self.spec, output=self.folder, plan=plan, fresh=self.fresh, profile=self.profile
+        )
 
 
-def fastest_plan(spec: RunSpec, ranks: int, profile: str | None) -> Plan:
-    """Of all jobs as one group, by the cost model; the same on every rank."""
-    from tlora.runtime.planning import plan_run
-
-    choice = plan_run(spec, gpus=ranks, profile=profile).one_group
-    if choice is None:
-        raise SpecError("auto chooses for several devices; add --devices 2", field="--plan")
-    if choice.best is None:
-        raise SpecError(choice.sentence, field="--plan")
-    typer.echo(choice.sentence)
-    return choice.best.plan
+def _say(sentence: str) -> None:
+    """Nothing where there is nothing left to plan."""
+    if sentence:
+        typer.echo(sentence)
 
 
 def ask_to_start_over(folder: Path) -> None:

@@ -41,6 +41,10 @@ LINKS = {
 """Assumed, not measured: a switch between the GPUs of a node, 400 Gb/s per GPU out of it, half of
 that out of the rack."""
 
+PROCESS_LINK = Link(bytes_per_s=0.6e9, latency_s=5e-4)
+"""Between two one-thread processes of one machine, by gloo: measured by benchmarks/plan_order.py on
+a busy CPU of two cores."""
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
@@ -140,3 +144,9 @@ def uniform_cluster(
         for number in range(gpus)
     )
     return Cluster(places) if links is None else Cluster(places, links)
+
+
+def cluster_of(device_type: str, devices: int, *, per_node: int = 8) -> Cluster:
+    """So many devices of a kind; where they are processes of a CPU, gloo links them."""
+    links = (PROCESS_LINK, PROCESS_LINK, PROCESS_LINK) if device_type == "cpu" else None
+    return uniform_cluster(devices, per_node=per_node, links=links)

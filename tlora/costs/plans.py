@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tlora.core.dealing import deal_jobs, load_of
 from tlora.core.errors import SpecError
 from tlora.core.plan import Plan
 from tlora.core.request import JobRequest
@@ -153,8 +154,7 @@ def price_plan(
     _check(plan, layout, chosen, len(costs.cluster))
     base = costs.base(requests[0].base)
     figures = [costs.figures(request) for request in requests]
-    spread = [_spans_ranks(request.name, plan) for request in requests]
-    placement = deal([_work(each) for each in figures], spread, plan.ranks)
+    placement = placement_of(requests, plan)
     deck = _Deck(figures, weights, placement, plan)
     ranks = [deck.rank(rank) for rank in range(plan.ranks)]
     links = _Links(costs, layout, plan, chosen)
@@ -203,17 +203,11 @@ def price_plan(
     )
 
 
-def deal(work: Sequence[float], spread: Sequence[bool], ranks: int) -> list[int | None]:
-    """A rank for each job that lives on one, None for those that span all: the largest first, each
-    to the rank that has least."""
-    placement: list[int | None] = [None] * len(work)
-    loads = [0.0] * ranks
-    for job in sorted(range(len(work)), key=lambda job: (-work[job], job)):
-        if not spread[job]:
-            rank = loads.index(min(loads))
-            placement[job] = rank
-            loads[rank] += work[job]
-    return placement
+def placement_of(requests: Sequence[JobRequest], plan: Plan) -> list[int | None]:
+    """The rank of each job as a group deals them, None for those that span all."""
+    local = [each for each in requests if not _spans_ranks(each.name, plan)]
+    places = deal_jobs([load_of(each) for each in local], plan.ranks)
+    return [places.get(each.name) for each in requests]
 
 
 @dataclass(frozen=True, slots=True)
@@ -492,8 +486,3 @@ def _check(plan: Plan, layout: BaseLayout | None, gpus: tuple[int, ...], most: i
 
 def _spans_ranks(job: str, plan: Plan) -> bool:
     return plan.adapters == "data_parallel" or (plan.adapters == "mixed" and job in plan.spread)
-
-
-def _work(figures: JobFigures) -> float:
-    """Seconds of a GPU that its batch takes: rows, attention and rank are in it."""
-    return figures.least_s

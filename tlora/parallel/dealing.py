@@ -1,10 +1,13 @@
-"""Who takes what: the sequences of a job that spans ranks, and the jobs of a group that do not.
+"""Who takes what: the sequences of a job that spans ranks, and which of the others change ranks;
+where they begin is core/dealing.py.
 
 Pure decisions, the same on every rank that is asked.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from tlora.core.dealing import RANK_COST, Load
 
 
 def deal_sequences(lengths: Sequence[int], num_ranks: int, *, first: int = 0) -> list[int]:
@@ -17,39 +20,6 @@ def deal_sequences(lengths: Sequence[int], num_ranks: int, *, first: int = 0) ->
         ranks[index] = least
         tokens[least] += lengths[index]
     return ranks
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What a job still has to do."""
-
-    job: str
-    tokens: float
-    rank: int
-    """Of its adapter."""
-
-    def work(self, rank_cost: float) -> float:
-        return self.tokens * (1.0 + rank_cost * self.rank)
-
-
-RANK_COST = 1e-3
-"""What a rank row adds to a token's work, beside the backbone's. A linear of [n, n] costs a token
-4 n^2 forward and backward of the frozen weight, an adapter of rank r 12 r n: 3 r / n, of n = 4096
-and all linears about 7e-4; the adapters' products are less efficient."""
-
-
-def deal_jobs(
-    loads: Sequence[Load], num_ranks: int, *, rank_cost: float = RANK_COST
-) -> dict[str, int]:
-    """The rank of each job: the largest first, to whoever has the least work (longest processing
-    time first, at most 4/3 of the best)."""
-    work = [0.0] * num_ranks
-    places: dict[str, int] = {}
-    for load in sorted(loads, key=lambda load: (-load.work(rank_cost), load.job)):
-        rank = min(range(num_ranks), key=lambda rank: (work[rank], rank))
-        places[load.job] = rank
-        work[rank] += load.work(rank_cost)
-    return places
 
 
 @dataclass(frozen=True, slots=True)

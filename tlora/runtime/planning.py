@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tlora.core.assets import DEMO
-from tlora.core.cluster import Cluster, uniform_cluster
+from tlora.core.cluster import Cluster, cluster_of
 from tlora.core.decision import Decision
 from tlora.core.errors import SpecError
 from tlora.core.event import Arrival
@@ -34,6 +34,9 @@ from tlora.runtime.requests import requests_of, widths
 from tlora.schedule import POLICIES, Settings, make_policy
 from tlora.schedule.fairness import fair_gpus
 from tlora.schedule.planner import PlanChoice, Planner, choice_as_json
+
+MOST_NAMED = 64
+"""GPUs: where nothing fits, no larger number is tried for what would."""
 
 DEMO_NAMES = ("demo", str(DEMO / "base"))
 
@@ -118,20 +121,64 @@ class RunPlan:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What plans of a run rest on."""
+
+    requests: tuple[JobRequest, ...]
+    device_type: str
+    chosen: ChosenProfile
+    layout: BaseLayout
+    exact: bool
+    """Bits count: no job may span ranks."""
+
+    def planner(self, gpus: int, *, per_node: int = 8) -> Planner:
+        """For so many GPUs, and for what would fit on more."""
+        cluster = cluster_of(self.device_type, max(gpus, MOST_NAMED), per_node=per_node)
+        costs = new_costs(self.chosen.profile, self.requests, cluster)
+        return Planner(costs, self.requests, layout=self.layout, local_only=self.exact)
+
+
+def look_into(
+    spec: RunSpec, *, profile: str | None = None, steps: Mapping[str, int] | None = None
+) -> Ground:
+    """Of these jobs, some of which have taken `steps` already. Raises what `tlora check` would
+    raise."""
+    quieten_libraries()
+    shape = load_shape(spec.base)
+    targets = find_targets(shape)
+    check_targets(spec, targets)
+    device = resolve_device(spec.engine.device)
+    chosen = choose_profile(spec, profile, device)
+    data = prepare_jobs(spec, limit=context_length(shape.config))
+    requests = requests_of(spec, data, targets, base=spec.base.model)
+    taken = steps or {}
+    return Ground(
+        requests=tuple(
+            replace(each, total_steps=max(1, each.total_steps - taken.get(each.name, 0)))
+            for each in requests
+        ),
+        device_type=device.type,
+        chosen=chosen,
+        layout=layout_of(shape, name=chosen.profile.shape, itemsize=_itemsize(chosen.profile)),
+        exact=spec.engine.isolation == "exact",
+    )
+
+
 def plan_run(
     spec: RunSpec, *, gpus: int, profile: str | None = None, policy: str = "tlora"
 ) -> RunPlan:
     """Trains nothing. Raises what `tlora check` would raise."""
-    quieten_libraries()
     check_policy(policy)
-    shape = load_shape(spec.base)
-    targets = find_targets(shape)
-    check_targets(spec, targets)
-    chosen = choose_profile(spec, profile, resolve_device(spec.engine.device))
-    data = prepare_jobs(spec, limit=context_length(shape.config))
-    requests = requests_of(spec, data, targets, base=spec.base.model)
-    layout = layout_of(shape, name=chosen.profile.shape, itemsize=_itemsize(chosen.profile))
-    return plan_requests(requests, uniform_cluster(gpus), chosen, policy=policy, layout=layout)
+    ground = look_into(spec, profile=profile)
+    return plan_requests(
+        ground.requests,
+        cluster_of(ground.device_type, gpus),
+        ground.chosen,
+        policy=policy,
+        layout=ground.layout,
+        local_only=ground.exact,
+    )
 
 
 def plan_requests(
@@ -142,6 +189,7 @@ def plan_requests(
     policy: str,
     settings: Settings | None = None,
     layout: BaseLayout | None = None,
+    local_only: bool = False,
 ) -> RunPlan:
     """What the policy decides with all of them there at once and nothing running, and how each of
     its groups, or all jobs as one group, could be laid over their GPUs."""
@@ -165,7 +213,9 @@ def plan_requests(
         jobs=tuple(_planned_job(each, state, costs, rates, fair) for each in requests),
         decisions=tuple(decisions),
         refused=tuple(name for name, how in state.outcomes.items() if how == "refused"),
-        one_group=Planner(costs, requests, layout=layout).choose(len(cluster))
+        one_group=Planner(costs, requests, layout=layout, local_only=local_only).choose(
+            len(cluster)
+        )
         if len(cluster) > 1
         else None,
     )
@@ -201,7 +251,15 @@ def choose_profile(spec: RunSpec, asked: str | None, device: torch.device) -> Ch
         if same_device and found.parameters_per_rank == widths(shape.targets):
             return ChosenProfile(_sized(found, spec), f"{title}, which comes with tlora")
     budget = default_budget(device, shape.parameters)
-    found = assumed_profile(shape, device.type, budget=budget)
+    found = assumed_profile(
+        shape,
+        device.type,
+        budget=budget,
+        device_bytes=torch.cuda.get_device_properties(device).total_memory
+        if device.type == "cuda"
+        else None,
+        recomputed=spec.engine.gradient_checkpointing,
+    )
     return ChosenProfile(
         _sized(found, spec),
         "assumed from the base's shape: times are rough; `tlora profile` measures them",

@@ -11,7 +11,7 @@ from tlora.core.errors import SpecError
 from tlora.core.job import EngineSpec, JobSpec, RunSpec
 from tlora.model.peft_format import WEIGHTS
 from tlora.runtime.directory import JobResult, RunDirectory
-from tlora.training.checkpoint import Checkpoint, find_newest
+from tlora.training.checkpoint import Checkpoint, checkpoints, find_newest
 
 FINISHED = ("completed", "stopped_early")
 
@@ -136,3 +136,9 @@ def read_result(path: Path) -> JobResult | None:
         return JobResult(**fields)
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def saved_steps(directory: RunDirectory, job: str) -> int:
+    """Of the newest checkpoint, by its name; 0 without one."""
+    found = checkpoints(directory.root / job / "checkpoints")
+    return int(found[-1].name.removeprefix("step-")) if found else 0

@@ -49,8 +49,8 @@ from tlora.runtime.interrupts import interruptible
 from tlora.runtime.live import choose_progress
 from tlora.runtime.planning import ChosenProfile, check_policy, choose_profile, new_costs
 from tlora.runtime.progress import MANY_JOBS, Progress
-from tlora.runtime.requests import requests_of
-from tlora.runtime.resuming import check_same_bits, check_unchanged, finished
+from tlora.runtime.requests import request_of
+from tlora.runtime.resuming import check_same_bits, check_unchanged, finished, saved_steps
 from tlora.runtime.sinks import check_trackers
 from tlora.runtime.training import (
     RunResult,
@@ -62,13 +62,13 @@ from tlora.runtime.training import (
 from tlora.schedule import Settings, make_policy
 from tlora.schedule.fairness import fair_gpus
 from tlora.store.sqlite import SqliteStore
-from tlora.training.checkpoint import checkpoints
 from tlora.training.driver import JobDriver, Status
 from tlora.training.exactness import Exactness
 from tlora.training.outcome import EvaluationDone, StepDone
 
 SETTINGS = Settings(max_replicas=1)
-"""Of policies: groups over several devices are not run yet."""
+"""Of policies: every group has one device. One over several is a run of its own
+(runtime/group)."""
 
 
 def train_on_devices(
@@ -111,7 +111,10 @@ def train_on_devices(
         directory.write_json(directory.root / "run.json", about)
         lead = Lead(spec, data, directory, progress)
         lead.begin(budget)
-        requests = requests_of(lead.unfinished, data, targets, base=spec.base.model)
+        requests = [
+            request_of(job, data[job.name], targets, base=spec.base.model)
+            for job in lead.unfinished
+        ]
         exact = budget if spec.engine.isolation == "exact" else None
         stopped = bool(requests) and _drive(lead, requests, names, chosen, policy, exact)
     finally:
@@ -131,7 +134,7 @@ def _drive(
     exact: int | None,
 ) -> bool:
     """The loop, until every job is over; True if a person stopped it before."""
-    directory, number = lead.directory, lead.unfinished.engine.nano_batch_tokens
+    directory, number = lead.directory, lead.nano_batch_tokens
     limit = None if isinstance(number, str) else number
     cluster = uniform_cluster(len(names), per_node=len(names))
     state = State(cluster)
@@ -188,12 +191,6 @@ def device_names(device: torch.device, count: int) -> list[str]:
     return [f"cuda:{number}" for number in range(count)]
 
 
-def saved_steps(directory: RunDirectory, job: str) -> int:
-    """Of the newest checkpoint, by its name; 0 without one."""
-    found = checkpoints(directory.root / job / "checkpoints")
-    return int(found[-1].name.removeprefix("step-")) if found else 0
-
-
 def proven(
     spec: RunSpec,
     device: torch.device,
@@ -227,12 +224,11 @@ class Lead:
         self.results: dict[str, JobResult] = {
             name: result for name, result in kept.items() if result is not None
         }
-        self.unfinished = replace(
-            spec, jobs=tuple(job for job in spec.jobs if job.name not in self.results)
-        )
+        self.nano_batch_tokens = spec.engine.nano_batch_tokens
+        self.unfinished = tuple(job for job in spec.jobs if job.name not in self.results)
         self._drivers = {
             job.name: JobDriver(job, data[job.name].train, data[job.name].evaluation)
-            for job in self.unfinished.jobs
+            for job in self.unfinished
         }
         """Mirrors of those in the workers, for the view."""
 

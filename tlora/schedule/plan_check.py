@@ -11,7 +11,14 @@ from dataclasses import replace
 from tlora.core.errors import SpecError
 from tlora.core.plan import Plan
 from tlora.costs.plans import PlanPrice
-from tlora.schedule.planner import Planner, gpus_text, memory_text, not_executed
+from tlora.schedule.planner import (
+    ALIKE,
+    Planner,
+    gpus_text,
+    least_memory,
+    memory_text,
+    not_executed,
+)
 
 
 def check_plan(
@@ -53,13 +60,52 @@ def distance(one: Plan, other: Plan) -> float:
 
 
 def resized(plan: Plan, world: int) -> Plan:
-    """The plan carried to so many ranks: what a group goes on with when it has lost some. With no
-    fewer shards, as far as there are ranks, for what fits a GPU hangs on them."""
+    """The plan carried to so many ranks, with no fewer shards, as far as there are ranks: what fits
+    a GPU hangs on them."""
     enough = [count for count in range(plan.fsdp, world) if world % count == 0]
     fsdp = enough[0] if enough else world
     fsdp = 1 if plan.fsdp == 1 else fsdp
     kept = plan.kept_layers if fsdp > 1 else 0
     return replace(plan, replicas=world // fsdp, fsdp=fsdp, kept_layers=kept)
+
+
+def smaller(plan: Plan, planner: Planner) -> Plan | None:
+    """What a group goes on with that has lost a rank: of the plans on fewer ranks that fit, the one
+    that has the jobs left done soonest; jobs that span ranks still do, and nano-batches are no
+    larger. None if there is none. Where memory is not known there are no fewer shards, as far as
+    there are ranks."""
+    able = [price for price in _on_fewer(plan, planner) if price.fits]
+    if not able:
+        return None
+    most = max(map(planner.run_tokens_per_s, able))
+    alike = [price for price in able if planner.run_tokens_per_s(price) >= most * (1 - ALIKE)]
+    return min(alike, key=lambda price: (price.plan.fsdp, distance(plan, price.plan))).plan
+
+
+def nothing_smaller(plan: Plan, planner: Planner) -> str:
+    """Why there is none, with the numbers."""
+    prices = _on_fewer(plan, planner)
+    if not prices:
+        return "there is no rank left to go on with"
+    least = min(prices, key=least_memory)
+    return (
+        f"nothing fits on {gpus_text(plan.gpus - 1)}: the least, {_as_fields(least.plan)}, "
+        f"{memory_text(least)}"
+    )
+
+
+def _on_fewer(plan: Plan, planner: Planner) -> list[PlanPrice]:
+    """For each number of shards, as many copies as there is room for."""
+    world = plan.gpus - 1
+    known = planner.price(plan).memory.total is not None
+    most = world if planner.layout is not None else min(1, world)
+    sizes = sorted({plan.bucket, *(size for size in planner.sizes() if size < plan.bucket)})
+    return [
+        planner.price(replace(plan, replicas=world // fsdp, fsdp=fsdp, bucket=size, kept_layers=0))
+        for fsdp in range(min(1 if known else plan.fsdp, most), most + 1)
+        if fsdp
+        for size in sizes
+    ]
 
 
 def _idle_notes(plan: Plan, jobs: Sequence[str]) -> tuple[str, ...]:
@@ -85,24 +131,25 @@ def _nearest(plan: Plan, world: int, planner: Planner) -> str:
     able = [price for price in prices if price.fits and price.plan.gpus == world]
     if able:
         return _try(min(able, key=lambda price: distance(plan, price.plan)).plan)
-    return _more_gpus(world, planner)
+    return more_gpus(world, planner)
 
 
-def _more_gpus(world: int, planner: Planner) -> str:
-    """How many would do, as far as the cluster goes."""
+def more_gpus(world: int, planner: Planner) -> str:
+    """Of a group that fits on no plan of so many: how many would do, as far as the cluster goes."""
     for more in _doubled(world, len(planner.costs.cluster)):
         best = planner.choose(more).best
         if best is not None:
-            return f"nothing fits on {gpus_text(world)}; on {more}, {_as_fields(best.plan)} does"
-    least = min((each.price for each in planner.choose(world).candidates), key=_needed)
+            return f"{_least(world, planner)}; on {more}, {_as_fields(best.plan)} fits"
+    return _least(world, planner)
+
+
+def _least(world: int, planner: Planner) -> str:
+    prices = [each.price for each in planner.choose(world).candidates]
+    least = min(prices, key=least_memory)
     return (
         f"nothing fits on {gpus_text(world)}: the least, {_as_fields(least.plan)}, "
         f"{memory_text(least)}"
     )
-
-
-def _needed(price: PlanPrice) -> float:
-    return price.memory.total or 0.0
 
 
 def _doubled(world: int, most: int) -> list[int]:

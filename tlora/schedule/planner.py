@@ -106,11 +106,14 @@ class Planner:
         *,
         layout: BaseLayout | None = None,
         weights: Sequence[float] | None = None,
+        local_only: bool = False,
     ) -> None:
+        """`local_only`: no job may span ranks, for a sum over ranks has bits of its own."""
         self.costs = costs
         self.requests = tuple(requests)
         self.layout = layout or NAMED.get(costs.profile(requests[0].base).shape)
         self.weights = tuple(weights or (request.load.weight for request in requests))
+        self.local_only = local_only
 
     def price(self, plan: Plan, gpus: Sequence[int] | None = None) -> PlanPrice:
         return price_plan(
@@ -124,15 +127,21 @@ class Planner:
         gpus: Sequence[int] | None = None,
         on_paper: bool = False,
         bucket: int | None = None,
+        use_all: bool = False,
     ) -> PlanChoice:
         """`on_paper` adds what is priced and never chosen: tensor and pipeline parallel plans.
         `bucket` holds the size of nano-batches; otherwise every size is tried. Where shards wait
-        for weights and memory is free, layers stay gathered."""
+        for weights and memory is free, layers stay gathered. `use_all`: ranks that were started
+        cannot be left out."""
         found = [
             self._best_size(shape, bucket, gpus) for shape in self._shapes(world, on_paper=on_paper)
         ]
         found += [other for price in found if (other := self._keeping(price, gpus)) is not None]
-        able = [price for price in found if price.fits and price.plan.is_executed]
+        able = [
+            price
+            for price in found
+            if price.fits and price.plan.is_executed and (price.plan.gpus == world or not use_all)
+        ]
         best = None
         if able:
             most = max(map(self.run_tokens_per_s, able))
@@ -246,10 +255,13 @@ class Planner:
 
     def _placements(self, ranks: int) -> Iterator[tuple[Placement, tuple[str, ...]]]:
         """Jobs that have more work than a rank's even part are those to spread."""
-        yield "data_parallel", ()
+        if ranks == 1 or not self.local_only:
+            yield "data_parallel", ()
         if ranks == 1:
             return
         yield "rank_local", ()
+        if self.local_only:
+            return
         even = sum(self._work.values()) / ranks
         spread = tuple(name for name, work in self._work.items() if work > even)
         if 0 < len(spread) < len(self.requests):
@@ -319,8 +331,9 @@ def memory_text(price: PlanPrice) -> str:
     parts = [("base", memory.weights), ("gathered layers", memory.gathered)]
     parts += [("adapters", memory.adapters), ("sums of gradients", memory.sums)]
     parts += [("activations", memory.activations or 0.0)]
-    listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts if size >= GIB / 20)
-    return f"needs {memory.total / GIB:.1f} GiB of {usable / GIB:.1f} on a GPU ({listed})"
+    unit, name = (GIB, "GiB") if memory.total >= GIB else (GIB / 1024, "MiB")
+    listed = ", ".join(f"{part} {size / unit:.1f}" for part, size in parts if size >= unit / 20)
+    return f"needs {memory.total / unit:.1f} {name} of {usable / unit:.1f} on a GPU ({listed})"
 
 
 def _counts(world: int) -> list[int]:

@@ -15,15 +15,16 @@ import torch
 import torch.distributed as dist
 
 from tlora.config import load_spec
+from tlora.core.dealing import Load, deal_jobs, load_of
 from tlora.core.errors import JobFailed
-from tlora.core.job import JobSpec, RunSpec
+from tlora.core.job import RunSpec
 from tlora.core.plan import Plan
 from tlora.data.prepare import PreparedData, Preparer
 from tlora.model.adapters import AdapterWeights
 from tlora.model.loading import load_shape, load_tokenizer
 from tlora.model.super_model import SuperModel
 from tlora.parallel.counting import Counts, Purpose
-from tlora.parallel.dealing import Load, deal_jobs, moves_to_balance
+from tlora.parallel.dealing import moves_to_balance
 from tlora.parallel.exchange import exchange
 from tlora.parallel.mesh import check_runs, join, place_of, shard_mesh
 from tlora.parallel.shard_loading import load_sharded
@@ -34,6 +35,7 @@ from tlora.runtime.executors.messages import Attached, Noted, Ready, Said
 from tlora.runtime.executors.worker import Tell, ToldDirectory, ToldProgress
 from tlora.runtime.group.plans import spans
 from tlora.runtime.recording import Recorder
+from tlora.runtime.requests import request_of
 from tlora.runtime.resuming import Resumption, resumption
 from tlora.runtime.sinks import Sinks
 from tlora.runtime.training import adapter_start, compiles, enter_job, load_super_model, show_exact
@@ -285,11 +287,9 @@ class Member:
         self.tell(Said((f"{name}: moves from rank {self.rank} to rank {target}",)))
 
     def _load(self, name: str, step: int) -> Load:
-        job: JobSpec = self.specs[name]
-        data = self.data[name]
-        total = JobDriver(job, data.train, data.evaluation).total_steps
-        tokens = float(data.train.lengths.mean()) * job.train.batch_size
-        return Load(name, max(0, total - step) * tokens, job.lora.r)
+        """As the planner sees it, so that jobs are where it priced them."""
+        request = request_of(self.specs[name], self.data[name], self.model.targets, base="")
+        return load_of(request, step=step)
 
     def _tell_figures(self) -> None:
         place = place_of(self.rank, self.plan)

@@ -23,12 +23,12 @@ from tlora.model.loading import load_shape, resolve_device
 from tlora.model.targets import find_targets
 from tlora.parallel.mesh import check_runs, join
 from tlora.parallel.sharding import check_kept_layers, layers_to_shard
-from tlora.parallel.shrinking import smaller
 from tlora.runtime.checking import check_targets, context_length, prepare_jobs
 from tlora.runtime.data_lines import full_lines, start_lines
 from tlora.runtime.directory import JobResult, RunDirectory, replace_text
 from tlora.runtime.environment import quieten_libraries
 from tlora.runtime.executors.messages import Message, Noted
+from tlora.runtime.group.choosing import planner_for
 from tlora.runtime.group.plans import check_plan, plan_as_json
 from tlora.runtime.group.supervisor import Ranks
 from tlora.runtime.interrupts import interruptible
@@ -38,6 +38,8 @@ from tlora.runtime.resuming import check_unchanged, finished
 from tlora.runtime.scheduled import Lead, device_names
 from tlora.runtime.sinks import check_trackers
 from tlora.runtime.training import RunResult, describe_run, leave_report
+from tlora.schedule.plan_check import nothing_smaller, smaller
+from tlora.schedule.planner import gpus_text
 
 GROUP_FILE = "group.json"
 
@@ -48,11 +50,13 @@ def train_in_group(
     output: Path | str,
     plan: Plan,
     fresh: bool = False,
+    profile: str | None = None,
     progress: Progress | None = None,
     on_start: Callable[[Ranks], None] = lambda ranks: None,
 ) -> RunResult:
     """As `training.train`, with a process for each rank of the plan. When a rank is lost, the jobs
-    go on from their checkpoints under the next smaller plan."""
+    go on from their checkpoints under a smaller plan that fits; what fits is told by the profile,
+    as it is where plans are chosen."""
     progress = progress or choose_progress()
     whole = _Whole(spec, plan, Path(output), progress)
     names = device_names(whole.device, plan.gpus)
@@ -60,9 +64,8 @@ def train_in_group(
     try:
         whole.begin(fresh=fresh)
         with interruptible(on_first=progress.on_interrupt) as interrupt:
-            current: Plan | None = plan
+            current = plan
             while whole.unfinished() and not interrupt():
-                assert current is not None
                 progress.say(f"{current.gpus} ranks: {current}")
                 ranks = Ranks(
                     current,
@@ -77,11 +80,7 @@ def train_in_group(
                     ranks.close()
                 if loss is None:
                     break
-                following = smaller(current)
-                whole.lost(str(loss), current, following)
-                if following is None:
-                    raise TloraError(f"{loss}; the same command goes on from the last checkpoints")
-                current = following
+                current = whole.follow(str(loss), current, profile)
             stopped = interrupt.asked and bool(whole.unfinished())
     finally:
         whole.close()
@@ -222,11 +221,25 @@ class _Whole:
     def _notes(self, rank: int) -> Path:
         return self.directory.root / f".notes-{rank}.jsonl"
 
-    def lost(self, cause: str, plan: Plan, following: Plan | None) -> None:
+    def follow(self, cause: str, plan: Plan, profile: str | None) -> Plan:
+        """The plan to go on with. Raises TloraError if there is none."""
         self._losses.append({"cause": cause, "plan": plan_as_json(plan)})
         self.directory.event("group_lost", cause=cause, ranks=plan.gpus)
-        if following is not None:
-            self.progress.say(f"{cause}; the jobs go on from their checkpoints without it")
+        planner = planner_for(self.spec, plan.gpus, output=self.directory.root, profile=profile)
+        if planner is None:
+            # It was lost after its jobs had ended.
+            return plan
+        following = smaller(plan, planner)
+        if following is None:
+            why = nothing_smaller(plan, planner)
+            raise TloraError(
+                f"{cause}; {why}. The jobs are saved: the same command goes on from their last "
+                f"checkpoints, with {plan.gpus} devices again or a plan that fits"
+            )
+        self.progress.say(
+            f"{cause}; the jobs go on from their checkpoints with {gpus_text(following.gpus)}"
+        )
+        return following
 
     def close(self) -> None:
         if self._closed:

@@ -1,0 +1,74 @@
+"""The plan of a run, asked of the planner: for jobs that are left, on the devices there are."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from tlora.core.job import RunSpec
+from tlora.core.plan import Plan
+from tlora.runtime.directory import RunDirectory
+from tlora.runtime.planning import look_into
+from tlora.runtime.resuming import finished, saved_steps
+from tlora.schedule import plan_check, ways
+from tlora.schedule.planner import Planner
+from tlora.schedule.ways import Way
+
+
+def planner_for(
+    spec: RunSpec,
+    gpus: int,
+    *,
+    output: Path | None = None,
+    profile: str | None = None,
+    per_node: int | None = None,
+) -> Planner | None:
+    """For what is left of the run in `output`; None if all of its jobs are over."""
+    steps: dict[str, int] = {}
+    if output is not None:
+        directory = RunDirectory(output)
+        left = tuple(job for job in spec.jobs if finished(directory, job) is None)
+        if not left:
+            return None
+        spec = replace(spec, jobs=left)
+        steps = {job.name: saved_steps(directory, job.name) for job in left}
+    ground = look_into(spec, profile=profile, steps=steps)
+    return ground.planner(gpus, per_node=per_node or gpus)
+
+
+def way_over_devices(
+    spec: RunSpec, devices: int, *, output: Path | None, profile: str | None
+) -> Way:
+    """For `tlora train --devices N`. `output` is None where the run starts over."""
+    planner = planner_for(spec, devices, output=output, profile=profile)
+    return Way(None, "") if planner is None else ways.choose_way(planner, devices)
+
+
+def fastest_plan(
+    spec: RunSpec,
+    ranks: int,
+    *,
+    output: Path | None = None,
+    profile: str | None = None,
+    per_node: int | None = None,
+    use_all: bool = False,
+) -> Way:
+    """Of the jobs as one group; the same on every rank that asks."""
+    planner = planner_for(spec, ranks, output=output, profile=profile, per_node=per_node)
+    if planner is None:
+        # Nothing is left to be trained: any plan will do.
+        return Way(Plan(bucket=1, replicas=ranks, adapters="rank_local"), "")
+    return ways.group_plan(planner, ranks, use_all=use_all)
+
+
+def check_memory(
+    spec: RunSpec,
+    plan: Plan,
+    *,
+    output: Path | None = None,
+    profile: str | None = None,
+    per_node: int | None = None,
+) -> None:
+    """Refuse a plan that does not fit, as far as memory is known."""
+    found = planner_for(spec, plan.gpus, output=output, profile=profile, per_node=per_node)
+    if found is not None:
+        names = [job.name for job in spec.jobs]
+        plan_check.check_plan(plan, world=plan.gpus, jobs=names, planner=found)

@@ -1,0 +1,26 @@
+"""Whether somebody else has started the ranks, torchrun say. Imports nothing that takes long."""
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """This process is a rank of a group that somebody has started, torchrun say."""
+
+    rank: int
+    ranks: int
+    per_node: int
+
+    @property
+    def speaks(self) -> bool:
+        return self.rank == 0
+
+
+def started_ranks() -> Started | None:
+    """By torchrun's own variables; None for a process that stands for itself."""
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return None
+    ranks = int(os.environ["WORLD_SIZE"])
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return Started(int(os.environ["RANK"]), ranks, per_node)
