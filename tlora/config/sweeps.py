@@ -86,6 +86,7 @@ def load_sweep(
 
 
 def sweep_of(document: Document, overrides: Sequence[str] = ()) -> SweepSpec:
+    refuse_jobs(document)
     problems = Problems()
     own = [text for text in overrides if re.split(r"[.=]", text)[0].strip() in SWEEP_KEYS]
     others = [text for text in overrides if text not in own]
@@ -106,6 +107,15 @@ def sweep_of(document: Document, overrides: Sequence[str] = ()) -> SweepSpec:
         engine=run.engine,
         report_to=run.report_to,
     )
+
+
+def refuse_jobs(document: Document) -> None:
+    """As `refuse_sweep`, the other way round."""
+    if "jobs" in document.tree and not any(key in document.tree for key in SWEEP_KEYS):
+        raise SpecError(
+            f"{document.name} is a job file: it lists jobs and has no search; train them with "
+            "tlora train (load_spec in Python), or write a task and a search: docs/sweeps.md"
+        )
 
 
 def stand_in(problems: Problems) -> tuple[AxisSpec, ...]:
