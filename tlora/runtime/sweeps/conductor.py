@@ -14,6 +14,7 @@ from typing import Protocol
 
 from tlora.core.clock import Clock
 from tlora.core.decision import Pause, Reasons, Start
+from tlora.core.errors import TloraError
 from tlora.core.event import Event, GpuFailure, GpuRepair, JobFailure
 from tlora.core.plan import Plan
 from tlora.core.request import JobRequest
@@ -167,7 +168,8 @@ class Conductor:
         return bool(self._inbox)
 
     def conduct(self, should_stop: Callable[[], bool]) -> bool:
-        """Until every study is over; True if it was stopped before."""
+        """Until every study is over; True if it was stopped before. Raises TloraError when no
+        device is left."""
         while not should_stop():
             self._look_for_requests()
             for task in self.tasks.values():
@@ -210,6 +212,12 @@ class Conductor:
     def _wait(self) -> None:
         events = self.executor.wait(self.clock.now() + LOOK_EVERY_S)
         self._read_inbox()
+        if self.executor.no_device_left is not None:
+            # Not the trials' fault, and they are not told as failed: they can go on.
+            raise TloraError(
+                f"{self.executor.no_device_left}; what was trained is kept: mend that, and the "
+                "same command goes on"
+            )
         for event in events:
             self._happened(event)
         for task in self.tasks.values():

@@ -31,7 +31,7 @@ from tlora.runtime.environment import quieten_libraries
 from tlora.runtime.executors.devices import DeviceExecutor, Devices
 from tlora.runtime.executors.messages import Message, Noted, Ready, Said
 from tlora.runtime.executors.notes import event_of, outcome_of
-from tlora.runtime.executors.processes import WorkerProcesses
+from tlora.runtime.executors.processes import WorkerProcesses, end_if_imported
 from tlora.runtime.executors.worker import WorkerSettings
 from tlora.runtime.interrupts import interruptible
 from tlora.runtime.planning import ChosenProfile, choose_profile, new_costs
@@ -90,6 +90,7 @@ def tune_on_devices(
 ) -> TaskStudies:
     """As `tune`, for one task or several (`load_tasks`), over so many devices: GPUs where there
     are, one-thread processes otherwise. `deal` decides between tasks; `workers` starts them."""
+    end_if_imported()
     quieten_libraries()
     check_trackers(specs[0].report_to)
     check_sampler(specs[0].search.sampler)
