@@ -278,8 +278,11 @@ class DeviceExecutor:
             case Detached(job=job, step=step):
                 if step is not None:
                     self._steps[job] = float(step)
-                self._places.pop(job, None)
-                self._bring(job)
+                place = self._places.get(job)
+                # One that was told to leave twice says so twice, and may be elsewhere by then.
+                if place is None or (place.leaving and place.device == device):
+                    self._places.pop(job, None)
+                    self._bring(job)
             case NoRoom(job=job):
                 self._places.pop(job, None)
                 self._wishes.pop(job, None)

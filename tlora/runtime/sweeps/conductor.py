@@ -236,8 +236,8 @@ class Conductor:
                     self._known.discard(name)
                 case Detached(job=name) if name in self._exiting:
                     # It had been told to leave before it was given up.
-                    self._exiting.discard(name)
                     self._write_result(name)
+                    self._is_out(name)
                 case NoRoom(job=name):
                     self._no_room(name)
                 case _:
@@ -270,9 +270,15 @@ class Conductor:
         timed = replace(result, seconds=round(task.course.seconds, 3))
         self.directory.write_result(timed)
         if result.job in self._exiting:
-            self._exiting.discard(result.job)
+            self._is_out(result.job)
         elif trial.live:
             task.course.tell_end(result)
+
+    def _is_out(self, name: str) -> None:
+        """One that was given up. A person may have asked for it again while it was leaving."""
+        self._exiting.discard(name)
+        if self._trial(name).phase is Phase.RUNNING:
+            self._attach(name)
 
     def _no_room(self, name: str) -> None:
         device = self._last_device.get(name)
@@ -312,8 +318,9 @@ class Conductor:
                     continue
                 if trial.name in self._exiting:
                     if not self.executor.is_somewhere(trial.name):
-                        self._exiting.discard(trial.name)
-                        self._leave_again(trial)
+                        self._is_out(trial.name)
+                        if not trial.live:
+                            self._leave_again(trial)
                 elif trial.phase is Phase.RUNNING:
                     self._attach(trial.name)
 
@@ -373,6 +380,9 @@ class Conductor:
     def _attach(self, name: str) -> None:
         """As soon as its task has a device with room."""
         task, trial = self._task(name), self._trial(name)
+        if name in self._exiting:
+            # It is still on its way out: `_is_out` brings it back.
+            return
         if name in task.queue or self.executor.device_of(name) is not None:
             return
         result = finished(self.directory, task.course.made[name].job)

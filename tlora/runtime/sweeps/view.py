@@ -293,6 +293,11 @@ def final_table(study: Study, most: int = 12) -> Table:
     return table
 
 
+def first_reason(study: Study) -> str:
+    told = [f"; {each.name}: {each.reason}" for each in study.trials if each.reason]
+    return told[0] if told else ""
+
+
 def closing_lines(study: Study, most: int = LEADERS) -> list[str]:
     """Who won, what was saved, where everything is."""
     lines = [
@@ -320,5 +325,7 @@ def closing_lines(study: Study, most: int = LEADERS) -> list[str]:
         ]
     elif study.best is not None and not study.interrupted:
         lines.append(f"{study.best.name} is the best, but it has no adapter that can be used")
+    elif study.best is None and not study.interrupted:
+        lines.append(f"no winner: no trial came to a value{first_reason(study)}")
     lines.append(f"report:  {study.output / 'report.html'}")
     return lines
