@@ -308,10 +308,9 @@ def closing_lines(study: Study, most: int = LEADERS) -> list[str]:
     counts = Counter(each.status for each in study.trials)
     told = ", ".join(f"{count} {status}" for status, count in counts.items())
     lines.append(f"{len(study.trials)} trials in {duration_figure(study.wall_s)}: {told}")
-    lines.append(
-        f"{study.tokens_spent:,} tokens trained of {study.tokens_full:,}: early exit saved "
-        f"{study.saved_fraction:.0%}"
-    )
+    # What was not trained yet was not saved.
+    saved = "" if study.interrupted else f": early exit saved {study.saved_fraction:.0%}"
+    lines.append(f"{study.tokens_spent:,} tokens trained of {study.tokens_full:,}{saved}")
     if study.fusion is not None:
         gain = study.fusion.together_rate / study.fusion.alone_rate
         lines.append(
