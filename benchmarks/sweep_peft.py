@@ -1,7 +1,7 @@
 """A sweep against the same trials one by one with PEFT, in seconds, and what fusing and early exit
 have of it.
 
-    python benchmarks/sweep_peft.py --model DIR --data FOLDER [--json FILE]
+    python benchmarks/sweep_peft.py --model DIR --data FOLDER [--json FILE] [--curves DIR]
 
 48 trials (learning rate x rank x batch size, the highest rates hopeless on purpose) of each dataset
 are run three ways on one device: by PEFT, one after another, every one to its end; fused, every one
@@ -15,6 +15,9 @@ the engine of `tlora tune` without its files: trials that wait are kept in host 
 well (tlora/runtime/benchmark/peft_arm.py), and ends a trial at an evaluation that is no number, as
 ours fails it. If PEFT would take longer than --seconds leaves, it runs as many trials as fit, every
 rank and batch size among them, and the rest is reckoned from these; such a line says so.
+
+With --curves the fused trials are run to their ends and nothing else: what each came to goes to
+DIR/DATASET-ROWS for benchmarks/sweep_rules.py, which brings other rules over it.
 """
 
 import argparse
@@ -25,7 +28,7 @@ import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
@@ -47,6 +50,7 @@ from tlora.runtime.benchmark.peft_arm import PeftJob, PeftJobs, padded_inputs
 from tlora.runtime.benchmark.shapes import twin
 from tlora.runtime.budget import default_budget
 from tlora.runtime.environment import quieten_libraries
+from tlora.store.study import StudyLog
 from tlora.training.driver import JobDriver, Status
 from tlora.training.engine import Engine
 from tlora.training.engine_job import JobState
@@ -159,6 +163,7 @@ class FusedSweep:
         self.waiting: dict[str, JobState] = {}
         self.running: dict[str, JobDriver] = {}
         self.todo: deque[Action] = deque()
+        self.told: list[Event] = []
         self.nano_batches = 0
 
     def run(self) -> Seconds:
@@ -179,6 +184,7 @@ class FusedSweep:
                 self.engine.detach(name)
 
     def tell(self, event: Event) -> None:
+        self.told.append(event)
         self.todo.extend(self.state.on(event))
 
     def carry_out(self, action: Action) -> None:
@@ -387,6 +393,18 @@ def measure(
     }
 
 
+def keep_curves(sweep: Sweep, model: SuperModel, budget: int, root: Path) -> None:
+    """Every trial to its end, as a log of `tlora tune` has it."""
+    to_end = FusedSweep(sweep, model, budget, "none")
+    to_end.run()
+    root.mkdir(parents=True)
+    log = StudyLog(root / "state.sqlite")
+    log.begin({"spec": {"search": {"objective": asdict(ObjectiveSpec())}}})
+    for event in to_end.told:
+        log.append(event, [])
+    log.close()
+
+
 def kept(to_end: StudyState, with_exit: StudyState) -> dict[str, object]:
     """Whether early exit has kept the best, and what it lost."""
     best, other = to_end.best, with_exit.best
@@ -516,6 +534,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", type=int, help="tokens of a nano-batch; else as a run's")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=1, help="of a CPU")
+    parser.add_argument("--curves", type=Path, metavar="DIR", help="only these, for sweep_rules.py")
     given = parser.parse_args(arguments)
     torch.set_num_threads(given.threads)
     quieten_libraries()
@@ -541,6 +560,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lines: list[dict[str, object]] = []
         found.values["sweeps"] = lines
         for at, sweep in enumerate(sweeps):
+            if given.curves is not None:
+                root = given.curves / f"{sweep.name}-{given.rows}"
+                keep_curves(sweep, model, budget, root)
+                found.say(f"{sweep.name}: {root}")
+                continue
             starts = {job.name: model.new_adapter(job) for job in sweep.jobs}
             peft = PeftJobs(alone, starts)
             before = found.left

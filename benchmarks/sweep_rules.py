@@ -21,7 +21,10 @@ from tlora.tuning.results import tokens_full
 from tlora.tuning.study import StudyState
 
 RULES = {
-    "alto, as published": EarlyExitSpec(),
+    "alto, as published": EarlyExitSpec(min_warmup_steps=1),
+    "alto": EarlyExitSpec(),
+    "alto, 3 steps": EarlyExitSpec(min_warmup_steps=3),
+    "alto, 4 steps": EarlyExitSpec(min_warmup_steps=4),
     "alto, warm-up 10 %": EarlyExitSpec(warmup=0.1),
     "alto, warm-up 2 %": EarlyExitSpec(warmup=0.02),
     "alto, overfitting past best": EarlyExitSpec(overfitting_past_best=True),

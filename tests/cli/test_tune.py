@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -77,6 +78,9 @@ def test_a_sweep_from_file_to_winner_and_on(sweep, tlora_command, capsys):
         ({"search": {"space": {"r": [1]}, "objective": {"metric": "f1"}}}, "is never logged"),
         ({"search": {"space": {"target_modules": ["qq_proj"]}}}, "qq_proj"),
         ({"defaults": {}}, "eval.split"),
+        ({"defaults": {"eval": {"split": 99}}}, "error: job 't': eval.split 99 would hold out"),
+        ({"search": {"space": {"r": [2]}, "max_tokens": -1}}, "search.max_tokens: must be at leas"),
+        ({"jobs": [], "search": {"space": {"r": [2]}}}, "a sweep has one task and no jobs"),
     ],
 )
 def test_wrong_input_is_one_message_and_exit_code_2(sweep, tlora_command, capsys, changes, words):
@@ -86,6 +90,15 @@ def test_wrong_input_is_one_message_and_exit_code_2(sweep, tlora_command, capsys
     said = capsys.readouterr().err
     assert words in said and "Traceback" not in said
     assert not Path("runs").exists()
+
+
+def test_an_override_without_its_section_is_told_where_it_belongs(sweep, tlora_command, capsys):
+    """One that a job has, too, is the job's."""
+    assert tlora_command("tune", "sweep.yaml", "-o", "trials=4") == 2
+    assert "trials: belongs in 'search': -o search.trials=4" in capsys.readouterr().err
+    assert tlora_command("tune", "sweep.yaml", "-o", "keep=0.5", "-o", "seed=x") == 2
+    said = capsys.readouterr().err
+    assert "belongs in 'early_exit': -o early_exit.keep=0.5" in said and "train.seed" in said
 
 
 def test_all_trials_failing_is_exit_code_1(sweep, tlora_command, capsys):
@@ -130,3 +143,40 @@ def test_wrong_numbers_of_devices_are_exit_code_2(sweep, tlora_command, capsys, 
     said = capsys.readouterr().err
     assert words in said and "Traceback" not in said
     assert not Path("runs").exists()
+
+
+class FakeStudy(SimpleNamespace):
+    interrupted = False
+    best: object = None
+
+    def as_json(self) -> dict:
+        return {}
+
+
+def test_a_sweep_that_was_stopped_names_the_command_that_goes_on(
+    sweep, tlora_command, capsys, monkeypatch
+):
+    """As it was typed, but for starting over: that would throw away what was trained."""
+    monkeypatch.setattr(
+        "tlora.runtime.sweeps.tune.tune", lambda *_, **__: FakeStudy(interrupted=True)
+    )
+    typed = ["tune", "sweep.yaml", "--output", "my runs", "-o", "seed=3", "--measure-fusion"]
+    assert tlora_command(*typed, "-o", "search.seed=2", "--fresh", "--yes") == 130
+    said = " ".join(capsys.readouterr().err.split())
+    assert said == (
+        "error: interrupted: go on from here with: tlora tune sweep.yaml --output 'my runs' "
+        "--override seed=3 --override search.seed=2 --measure-fusion"
+    )
+
+
+def test_a_task_without_a_winner_is_named(sweep, tlora_command, capsys, monkeypatch):
+    """Beside one that has one: exit code 1 all the same."""
+    studies = {"a": FakeStudy(best="a-00"), "b": FakeStudy()}
+    monkeypatch.setattr(
+        "tlora.runtime.sweeps.tasks.tune_on_devices",
+        lambda *_, **__: SimpleNamespace(studies=studies, as_json=dict),
+    )
+    task = sweep.pop("task")
+    write({**sweep, "tasks": [{**task, "name": name} for name in studies]})
+    assert tlora_command("tune", "sweep.yaml") == 1
+    assert "no trial of b came to a value" in capsys.readouterr().err

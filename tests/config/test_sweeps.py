@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tlora.config import load_spec, load_sweep, sweep_schema
+from tlora.config import load_spec, load_sweep, load_tasks, sweep_schema
 from tlora.core.errors import SpecError
 from tlora.core.sweep import METRICS, AxisSpec, When, trial_of
 
@@ -206,10 +206,35 @@ def test_everything_wrong_is_told_at_once() -> None:
         assert words in str(caught.value)
 
 
-def test_a_sweep_is_no_job_file() -> None:
-    """`tlora train` says which verb runs it."""
-    with pytest.raises(SpecError, match="tlora tune runs it"):
-        load_spec(tree())
+@pytest.mark.parametrize("key", ["task", "tasks"])
+def test_a_sweep_is_no_job_file(key: str, tmp_path: Path) -> None:
+    """`tlora train` says what the file is and which verb runs it, and nothing else; a sweep beside
+    jobs is a job file with keys too many."""
+    path = tmp_path / "sweep.yaml"
+    task = tree()["task"]
+    path.write_text(yaml.safe_dump({**without("task"), key: task if key == "task" else [task]}))
+    with pytest.raises(SpecError) as caught:
+        load_spec(path)
+    said = str(caught.value)
+    assert f"{path} is a sweep file: it has '{key}'" in said and "tlora tune" in said
+    assert "\n" not in said
+    with pytest.raises(SpecError, match="search: unknown key; 'search' makes this a sweep"):
+        load_spec(tree(jobs=[{"name": "a", "data": "org/rows"}]))
+
+
+def test_a_job_file_is_no_sweep(tmp_path: Path) -> None:
+    """`tlora tune` says what the file is and which verb trains it; one with a search is a sweep
+    that lacks a task."""
+    path = tmp_path / "jobs.yaml"
+    jobs = {"jobs": [{"name": "a", "data": "org/rows"}]}
+    path.write_text(yaml.safe_dump({"base": "org/model", **jobs}))
+    for load in (load_sweep, load_tasks):
+        with pytest.raises(SpecError) as caught:
+            load(path)
+        said = str(caught.value)
+        assert f"{path} is a job file" in said and "tlora train" in said and "\n" not in said
+    with pytest.raises(SpecError, match="a sweep has one task and no jobs"):
+        load_sweep({**without("task"), **jobs})
 
 
 def test_the_schema_knows_every_field() -> None:

@@ -33,7 +33,6 @@ NOT_RUN = Counter(
         ("docs/plans.md", "takes minutes"): 1,
         ("docs/parallel.md", "needs torchrun, which a test of its own starts, and two nodes"): 1,
         ("docs/simulation.md", "needs a large trace"): 1,
-        ("docs/sweeps.md", "starts worker processes, as tests of their own do"): 2,
         ("docs/migrating.md", "an Axolotl file"): 1,
         ("docs/migrating.md", "a LLaMA-Factory file"): 1,
         ("docs/migrating.md", "needs TRL"): 1,

@@ -124,3 +124,27 @@ def test_the_base_of_the_demo_can_be_named_to_verify_and_merge(shell: Shell, fol
     ran = shell.run(f"tlora verify {adapter}; tlora merge {adapter} --output merged", folder)
     assert ran.code == 0, ran.output
     assert (folder / "merged" / "config.json").is_file()
+
+
+UNGUARDED = """
+import tlora
+
+spec = {"base": "demo", "defaults": {"r": 4, "max_steps": 2, "eval": {"split": 2}},
+        "task": {"name": "count", "data": "rows.jsonl"}, "search": {"space": {"r": [2, 4]}}}
+tlora.tune_on_devices(tlora.load_tasks(spec), output="runs/devices", devices=2)
+"""
+
+
+def test_a_script_that_starts_workers_wherever_it_is_imported(shell: Shell, folder: Path) -> None:
+    """The last message, of the script alone, names the file and the two lines that are missing;
+    with these it runs."""
+    (folder / "script.py").write_text(UNGUARDED)
+    ran = shell.run("python script.py", folder)
+    assert ran.code == 1 and ran.output.count("Traceback") == 1, ran.output
+    assert f"{folder / 'script.py'}: every worker process imports this script" in ran.output
+    assert 'if __name__ == "__main__":\n    main()' in ran.output
+    *head, call = UNGUARDED.strip().splitlines()
+    guarded = ["def main():", f"    {call}", "", 'if __name__ == "__main__":', "    main()"]
+    (folder / "script.py").write_text("\n".join([*head, *guarded]) + "\n")
+    ran = shell.run("python script.py", folder)
+    assert ran.code == 0 and (folder / "runs/devices/winner/adapter").is_dir(), ran.output

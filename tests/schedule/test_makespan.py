@@ -1,6 +1,8 @@
 """The planner for known tasks."""
 
 import itertools
+import os
+import signal
 
 import pytest
 from hypothesis import given, settings
@@ -81,3 +83,16 @@ def test_what_runs_stays_and_ends_that_come_early_are_used() -> None:
     assert set(early.state.outcomes.values()) == {"completed", "exited"}
     moved = [d for turn in early.store.turns() for d in turn.decisions if d.kind != "start"]
     assert moved == []
+
+
+def test_ctrl_c_is_left_to_whoever_asked_for_a_plan() -> None:
+    """The solver's own handler would leave the default one behind, and the next Ctrl-C would end
+    the process at once."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    try:
+        assert plan([Task("a", 1, 3.0), Task("b", 1, 2.0)], 1).makespan == 5.0
+        os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert heard == [signal.SIGINT]

@@ -95,7 +95,8 @@ def run_python(arguments: list[str]) -> None:
         exec(compile(text, "<stdin>", "exec"), {"__name__": "__main__"})
     else:
         sys.argv = arguments
-        runpy.run_path(first, run_name="__main__")
+        # Whole: worker processes look for a name without a folder where this server began.
+        runpy.run_path(os.path.abspath(first), run_name="__main__")
 
 
 def load_libraries() -> None:

@@ -1,5 +1,6 @@
 """Arguments that several verbs share."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,25 @@ Overrides = Annotated[
 AdapterDirectory = Annotated[
     Path, typer.Argument(metavar="ADAPTER", help="A PEFT adapter directory.")
 ]
+
+
+def command_again(context: typer.Context) -> str:
+    """The command line that goes on with what this one began: the same, but nothing is started
+    over."""
+    words = ["tlora", context.info_name or ""]
+    for parameter in context.command.params:
+        name, value = parameter.name or "", context.params.get(parameter.name or "")
+        source = context.get_parameter_source(name)
+        if source is None or source.name != "COMMANDLINE" or name in ("fresh", "yes"):
+            continue
+        if parameter.param_type_name == "argument":
+            words.append(str(value))
+        elif value is True:
+            words.append(parameter.opts[0])
+        else:
+            each = value if isinstance(value, (list, tuple)) else [value]
+            words += [word for item in each for word in (parameter.opts[0], str(item))]
+    return shlex.join(words)
 
 
 def check_adapter(directory: Path) -> None:

@@ -1,20 +1,27 @@
 """`tlora tune`."""
 
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora.cli.options import Overrides, ProfileOption
+from tlora.cli.options import Overrides, ProfileOption, command_again
 from tlora.cli.output import print_error
 from tlora.cli.train import ask_to_start_over
 from tlora.core.errors import SpecError
 from tlora.core.job import Isolation
+from tlora.core.sweep import SweepSpec
+
+if TYPE_CHECKING:
+    from tlora.tuning.results import Study
 
 SweepFile = Annotated[Path, typer.Argument(metavar="FILE", help="A sweep file, YAML or JSON.")]
 
 
 def tune(
+    context: typer.Context,
     file: SweepFile,
     output: Annotated[
         Path | None,
@@ -64,17 +71,7 @@ def tune(
 ) -> None:
     """Try many settings of one job, or of several tasks, together, give up what loses, keep the
     best adapter. The same command again resumes."""
-    # The file first, and every trial's settings: a typo should not wait for torch.
-    from tlora.config import load_tasks
-    from tlora.core.sweep import trial_of
-    from tlora.tuning.samplers import is_known_before, planned
-
-    overrides = [*(override or ()), *([f"engine.isolation={isolation}"] if isolation else ())]
-    specs = load_tasks(file, overrides)
-    for spec in specs:
-        if is_known_before(spec.search):
-            for number, params in enumerate(planned(spec.search)):
-                trial_of(spec.task, f"{spec.task.name}-{number:02}", params)
+    specs = read_specs(file, override, isolation)
     first, *others = specs
     scheduled = devices > 1 or bool(others)
     if measure_fusion and scheduled:
@@ -90,19 +87,43 @@ def tune(
         from tlora.runtime.sweeps.tasks import tune_on_devices
 
         found = tune_on_devices(specs, output=folder, devices=devices, fresh=fresh, profile=profile)
-        told, studies = found.as_json(), list(found.studies.values())
+        told, studies = found.as_json(), found.studies
     else:
         from tlora.runtime.sweeps.tune import tune as run_sweep
 
         study = run_sweep(first, output=folder, fresh=fresh, measure_fusion=measure_fusion)
-        told, studies = study.as_json(), [study]
+        told, studies = study.as_json(), {first.task.name: study}
     if json_file is not None:
-        import json
-
         json_file.write_text(json.dumps(told) + "\n")
-    if any(study.interrupted for study in studies):
-        print_error("interrupted: the same command goes on from here")
+    leave(studies, folder, command_again(context))
+
+
+def read_specs(
+    file: Path, override: Sequence[str] | None, isolation: Isolation | None
+) -> tuple[SweepSpec, ...]:
+    """The file, and every trial's settings: a typo should not wait for torch."""
+    from tlora.config import load_tasks
+    from tlora.core.sweep import trial_of
+    from tlora.tuning.samplers import is_known_before, planned
+
+    overrides = [*(override or ()), *([f"engine.isolation={isolation}"] if isolation else ())]
+    specs = load_tasks(file, overrides)
+    for spec in specs:
+        if is_known_before(spec.search):
+            for number, params in enumerate(planned(spec.search)):
+                trial_of(spec.task, f"{spec.task.name}-{number:02}", params)
+    return specs
+
+
+def leave(studies: Mapping[str, "Study"], folder: Path, again: str) -> None:
+    """Says what is missing, with the exit code of it: 130 if a person stopped the sweep, 1 if a
+    task has no winner."""
+    if any(study.interrupted for study in studies.values()):
+        print_error(f"interrupted: go on from here with: {again}")
         raise typer.Exit(130)
-    if any(study.best is None for study in studies):
-        print_error(f"no trial came to a value; the reasons are in {folder / 'study.json'}")
+    without = [task for task, study in studies.items() if study.best is None]
+    if without:
+        of = f"of {', '.join(without)} " if len(studies) > 1 else ""
+        where = folder / "study.json"
+        print_error(f"no trial {of}came to a value; the reasons are in {where}")
         raise typer.Exit(1)

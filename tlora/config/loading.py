@@ -11,7 +11,7 @@ from functools import reduce
 from pathlib import Path
 
 from tlora.config.building import build_job, build_run
-from tlora.config.fields import JOB, RUN, Vocabulary
+from tlora.config.fields import JOB, RUN, SWEEP_KEYS, Vocabulary
 from tlora.config.layers import Fault, Layer, Place, finish, merge, read_layer
 from tlora.config.overrides import Override, read_override
 from tlora.config.reading import Document, read_source
@@ -28,11 +28,23 @@ def load_spec(
     `overrides` are texts `FIELD=VALUE`, as after `-o`. Raises SpecError for one problem and
     SpecErrors, with all of them in `.problems`, for several.
     """
+    document = read_source(source)
+    refuse_sweep(document)
     problems = Problems()
-    spec = load_document(read_source(source), overrides, problems)
+    spec = load_document(document, overrides, problems)
     problems.raise_if_any()
     assert spec is not None
     return spec
+
+
+def refuse_sweep(document: Document) -> None:
+    """Said by itself: every other message would be about what a sweep file has and lacks."""
+    found = [key for key in SWEEP_KEYS if key in document.tree]
+    if found and "jobs" not in document.tree:
+        raise SpecError(
+            f"{document.name} is a sweep file: it has '{found[0]}' in place of 'jobs'; "
+            "run it with tlora tune (load_sweep or load_tasks in Python)"
+        )
 
 
 def load_document(

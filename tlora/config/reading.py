@@ -37,6 +37,8 @@ class Document:
 
     tree: Tree
     folder: Path
+    name: str = "this"
+    """What messages call it."""
 
 
 class TextLoader(yaml.SafeLoader):
@@ -51,7 +53,7 @@ class TextLoader(yaml.SafeLoader):
 def read_source(source: str | os.PathLike[str] | Mapping[str, object]) -> Document:
     """Raises SpecError where the source cannot be read as a mapping."""
     if isinstance(source, Mapping):
-        tree, name, folder = plain(source), "the job file", Path.cwd()
+        tree, name, folder = plain(source), "this", Path.cwd()
     else:
         path = Path(source).expanduser()
         text = read_text(path)
@@ -61,7 +63,7 @@ def read_source(source: str | os.PathLike[str] | Mapping[str, object]) -> Docume
         name, folder = str(path), path.absolute().parent
     if not is_tree(tree):
         raise SpecError(f"{name}: must be a mapping with 'base' and 'jobs'")
-    return Document(tree, folder)
+    return Document(tree, folder, name)
 
 
 def read_text(path: Path) -> str:

@@ -86,9 +86,10 @@ def load_sweep(
 
 
 def sweep_of(document: Document, overrides: Sequence[str] = ()) -> SweepSpec:
+    refuse_jobs(document)
     problems = Problems()
     own = [text for text in overrides if re.split(r"[.=]", text)[0].strip() in SWEEP_KEYS]
-    others = [text for text in overrides if text not in own]
+    others = [text for text in overrides if text not in own and not misplaced(text, problems)]
     run = load_task(document, others, problems)
     settings = read_settings(document.tree, own, problems)
     space = read_space(document.tree, problems)
@@ -106,6 +107,36 @@ def sweep_of(document: Document, overrides: Sequence[str] = ()) -> SweepSpec:
         engine=run.engine,
         report_to=run.report_to,
     )
+
+
+def misplaced(text: str, problems: Problems) -> bool:
+    """An override that names a field of the search or the rules without saying so; told here, for a
+    job knows no such field and would guess at another one."""
+    key = text.partition("=")[0].strip()
+    homes = [name for name in ("search", "early_exit") if key in SWEEP.sections[name]]
+    if not homes or is_job_field(key):
+        return False
+    problems.add(
+        SpecError(f"belongs in '{homes[0]}': -o {homes[0]}.{text}", field=key),
+    )
+    return True
+
+
+def is_job_field(key: str) -> bool:
+    try:
+        canonical(key)
+    except SpecError:
+        return False
+    return True
+
+
+def refuse_jobs(document: Document) -> None:
+    """As `refuse_sweep`, the other way round."""
+    if "jobs" in document.tree and not any(key in document.tree for key in SWEEP_KEYS):
+        raise SpecError(
+            f"{document.name} is a job file: it lists jobs and has no search; train them with "
+            "tlora train (load_spec in Python), or write a task and a search: docs/sweeps.md"
+        )
 
 
 def stand_in(problems: Problems) -> tuple[AxisSpec, ...]:

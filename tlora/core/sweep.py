@@ -184,6 +184,10 @@ class EarlyExitSpec:
     warmup: float = 0.05
     """alto: every trial gets this part of its steps, up to the evaluation that follows."""
 
+    min_warmup_steps: int = 2
+    """alto: and at least so many steps, if it has as many: after a single one the highest learning
+    rates look best, whether they hold or not. 1 is the published rule, made for longer trials."""
+
     keep: float = 0.25
     """alto: this part of all trials goes on after the warm-up, rounded up."""
 
@@ -231,7 +235,12 @@ class EarlyExitSpec:
         for name in ("warmup", "keep", "smoothing", "first_rung"):
             value = getattr(self, name)
             require(0 < value <= 1, f"early_exit.{name}", f"must be in (0, 1], got {value:g}")
-        for name in ("diverging_patience", "overfitting_patience", "min_trials"):
+        for name in (
+            "min_warmup_steps",
+            "diverging_patience",
+            "overfitting_patience",
+            "min_trials",
+        ):
             value = getattr(self, name)
             require(value >= 1, f"early_exit.{name}", f"must be at least 1, got {value}")
         for name in ("diverging_window", "reduction"):

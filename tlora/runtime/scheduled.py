@@ -42,7 +42,7 @@ from tlora.runtime.executors.messages import (
     Stepped,
 )
 from tlora.runtime.executors.notes import event_of, outcome_of
-from tlora.runtime.executors.processes import WorkerProcesses
+from tlora.runtime.executors.processes import WorkerProcesses, end_if_imported
 from tlora.runtime.executors.rates import RateWatch
 from tlora.runtime.executors.worker import WorkerSettings, no_result
 from tlora.runtime.interrupts import interruptible
@@ -83,6 +83,7 @@ def train_on_devices(
 ) -> RunResult:
     """As `training.train`, over so many devices: GPUs where there are, one-thread processes
     otherwise."""
+    end_if_imported()
     quieten_libraries()
     check_trackers(spec.report_to)
     check_policy(policy)

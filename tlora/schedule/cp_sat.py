@@ -11,6 +11,17 @@ UNITS = 1000
 """The longest task, in the solver's whole numbers."""
 
 
+def new_solver(limit: float) -> cp_model.CpSolver:
+    """The same answer every time."""
+    solver = cp_model.CpSolver()
+    solver.parameters.num_search_workers = 1
+    solver.parameters.random_seed = 0
+    solver.parameters.max_deterministic_time = limit
+    # It would leave the default handler behind: Ctrl-C would end the process that planned at once.
+    solver.parameters.catch_sigint_signal = False
+    return solver
+
+
 class Starts(NamedTuple):
     starts: list[float]
     optimal: bool
@@ -45,10 +56,7 @@ def solved_starts(
         model.add_hint(start, min(horizon, math.ceil(hint / unit - 1e-9)))
     # Among equal makespans, whatever can start early does.
     model.minimize((len(lengths) * horizon + 1) * makespan + sum(starts))
-    solver = cp_model.CpSolver()
-    solver.parameters.num_search_workers = 1
-    solver.parameters.random_seed = 0
-    solver.parameters.max_deterministic_time = limit
+    solver = new_solver(limit)
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
@@ -97,10 +105,7 @@ def solved_modes(
         taken.append(chosen)
     model.add_cumulative(intervals, needs, gpus)
     model.minimize((len(starts) * horizon + 1) * makespan + sum(starts))
-    solver = cp_model.CpSolver()
-    solver.parameters.num_search_workers = 1
-    solver.parameters.random_seed = 0
-    solver.parameters.max_deterministic_time = limit
+    solver = new_solver(limit)
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None

@@ -41,6 +41,11 @@ class Rule(Protocol):
         through."""
         ...
 
+    @property
+    def min_warmup_steps(self) -> int:
+        """And not before so many, however few they have."""
+        ...
+
     def judge(self, trial: str, histories: Mapping[str, History]) -> Verdict | None:
         """Asked after each evaluation of a trial; `histories` are those of all that have one."""
         ...
@@ -67,6 +72,7 @@ class Nobody:
     """Every trial runs to its end."""
 
     warmup: float | None = None
+    min_warmup_steps: int = 1
 
     def judge(self, trial: str, histories: Mapping[str, History]) -> Verdict | None:
         return None
@@ -83,6 +89,10 @@ class Alto:
     @property
     def warmup(self) -> float | None:
         return self.spec.warmup
+
+    @property
+    def min_warmup_steps(self) -> int:
+        return self.spec.min_warmup_steps
 
     def judge(self, trial: str, histories: Mapping[str, History]) -> Verdict | None:
         history = histories[trial]
@@ -271,6 +281,7 @@ class Asha:
     spec: EarlyExitSpec
     objective: ObjectiveSpec
     warmup: float | None = None
+    min_warmup_steps: int = 1
 
     def judge(self, trial: str, histories: Mapping[str, History]) -> Verdict | None:
         rung = self._reached(histories[trial])
@@ -338,6 +349,7 @@ class Median:
     spec: EarlyExitSpec
     objective: ObjectiveSpec
     warmup: float | None = None
+    min_warmup_steps: int = 1
 
     def judge(self, trial: str, histories: Mapping[str, History]) -> Verdict | None:
         mine = histories[trial]

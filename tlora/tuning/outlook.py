@@ -30,10 +30,11 @@ def phases_left(
         return _without_empty((*left, *[mean * until] * coming))
     through = [trial for trial in live if trial.kept or trial.plan.parent is not None]
     cohort = [trial for trial in live if trial not in through]
-    first = [_left(trial, warmup, seconds) for trial in cohort if not trial.warmed]
+    warm = {each.name: state.warmup_steps(each.plan) / each.plan.total_steps for each in cohort}
+    first = [_left(trial, warm[trial.name], seconds) for trial in cohort if not trial.warmed]
     first += [_left(trial, 1.0, seconds) for trial in through] + [mean * warmup] * coming
     survivors = min(survivors_of(state, exits, coming), len(cohort) + coming)
-    rest = [(1 - max(warmup, _share(trial))) * seconds[trial.name] for trial in cohort]
+    rest = [(1 - max(warm[each.name], _share(each))) * seconds[each.name] for each in cohort]
     rest += [(1 - warmup) * mean] * coming
     each = sum(rest) / max(1, len(rest))
     return _without_empty(tuple(first), (each,) * survivors)

@@ -144,6 +144,13 @@ class StudyState:
         warm = trial.warmed and self.rule.warmup is not None
         return trial.live and not warm and trial.plan.parent is None
 
+    def warmup_steps(self, plan: TrialPlan) -> float:
+        """That a trial makes before it is compared with the others; 0 where none is held."""
+        if self.rule.warmup is None:
+            return 0.0
+        least = min(self.rule.min_warmup_steps, plan.total_steps)
+        return max(self.rule.warmup * plan.total_steps, least)
+
     def value(self, trial: Trial) -> float | None:
         return trial.history.value(self.objective)
 
@@ -225,7 +232,7 @@ class StudyState:
         )
         trial.step, trial.tokens = event.step, event.tokens
         warmup, last = self.rule.warmup, event.step >= trial.plan.total_steps
-        reached = warmup is None or event.step >= warmup * trial.plan.total_steps
+        reached = event.step >= self.warmup_steps(trial.plan)
         newly_warm = reached and not trial.warmed
         trial.warmed = trial.warmed or reached
         if last:

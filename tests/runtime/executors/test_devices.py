@@ -260,3 +260,19 @@ def test_refused_jobs_are_forgotten_and_late_ones_arrive_in_time() -> None:
 
 def _step(job: str, step: int) -> Stepped:
     return Stepped(job, step, 1.0, 1.0, 1e-3, 4, 8, 2, 1)
+
+
+def test_a_job_that_says_twice_that_it_has_left_is_attached_once() -> None:
+    """Told to leave, then given up, then wanted again, there or elsewhere: its second word on
+    leaving is about the stay before."""
+    for device in (0, 1):
+        world = World("a")
+        world.start("g0", 0, "a")
+        world.executor.apply(Pause(job="a", group="g0", reasons=WHY))
+        assert world.executor.give_up("a", "by hand")
+        world.executor._heard(0, Detached("a", 2, 0.1))
+        world.devices.new()
+        world.start("g1", device, "a")
+        world.executor._heard(0, Detached("a", None, 0.0))
+        assert world.devices.new() == [(device, Attach("a", 1.0, 64))]
+        assert world.executor.device_of("a") == device

@@ -5,14 +5,17 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tlora.runtime.sweeps.report import write_sweep_report
+from tlora.runtime.sweeps.report import headlines, write_sweep_report
 from tlora.runtime.sweeps.report_data import axes_of, course, fate, saving
+from tlora.runtime.sweeps.view import closing_lines
 from tlora.store.study import StudyLog, StudyTurn
 from tlora.tuning.events import Added, Closed, Completed, Evaluated, Event, Failed, TrialPlan
+from tlora.tuning.results import Study
 
 TRIALS = {
     "a": {"train.learning_rate": 1e-3, "lora.target_modules": ["q_proj"]},
@@ -166,3 +169,27 @@ def test_the_report_of_a_sweep_is_drawn_in_a_browser(page: Path, tmp_path: Path)
     assert figures["curves"].count('class="curve') == 1, "b failed and was hidden, c has no curve"
     assert figures["parallel"].count('class="curve') == 2
     assert 'class="course"' in figures["course"] and figures["saving"].count("<rect") == 7
+
+
+def test_what_is_not_trained_yet_is_not_called_saved():
+    """In the report and in the closing lines of a sweep that was stopped."""
+    over, stopped = (headlines({**STUDY, "over": each}) for each in (True, False))
+    assert "saved by early exit" in [each.label for each in over]
+    assert "saved by early exit" not in [each.label for each in stopped]
+    assert "trained so far" in [each.label for each in stopped]
+    study = Study(
+        output=Path("run"),
+        trials=[],
+        best=None,
+        metric="eval_loss",
+        mode="min",
+        method="alto",
+        tokens_spent=10,
+        tokens_full=40,
+        wall_s=1.0,
+        interrupted=True,
+        over=False,
+    )
+    assert "10 tokens trained of 40" in closing_lines(study)
+    done = replace(study, interrupted=False, over=True)
+    assert "10 tokens trained of 40: early exit saved 75%" in closing_lines(done)

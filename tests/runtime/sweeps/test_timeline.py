@@ -1,9 +1,11 @@
 """Which task was where, when: read off events."""
 
+import json
+
 import pytest
 
 from tlora.runtime.sweeps.gantt import gantt
-from tlora.runtime.sweeps.timeline import timeline_of
+from tlora.runtime.sweeps.timeline import read_timeline, timeline_of
 
 TASKS = {"a-0": "a", "a-1": "a", "b-0": "b"}
 
@@ -42,6 +44,16 @@ def test_a_killed_session_goes_on_where_it_ended():
     assert found.busy_share == pytest.approx(3.0 / 20)
     picture = str(gantt(found, ["a", "b"]))
     assert picture.count("<title>") == 3 and "b on device 1: 0:01 to 0:06" in picture
+
+
+def test_a_sweep_that_was_stopped_as_it_began_has_no_timeline(tmp_path):
+    """Its trials came and no time passed: there is nothing to show, or to divide by."""
+    told = [event("began", 9.0), event("joined", 9.0, job="a-0", device=0)]
+    later = [*told, event("ended", 10.0, job="a-0", device=0)]
+    for records, seconds in ((told, None), (later, 1.0)):
+        (tmp_path / "events.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+        found = read_timeline(tmp_path, TASKS, 1)
+        assert (found and found.seconds) == seconds
 
 
 def test_names_are_escaped():

@@ -135,6 +135,9 @@ class DeviceExecutor:
         self._groups: dict[str, _Group] = {}
         self._down: set[int] = set()
         self._given_up: set[int] = set()
+        self.no_device_left: str | None = None
+        """Why, once every one was lost too often."""
+
         self._losses: dict[int, int] = {}
         self._suspicion: dict[str, float] = {}
         self._lost_jobs: set[str] = set()
@@ -275,8 +278,11 @@ class DeviceExecutor:
             case Detached(job=job, step=step):
                 if step is not None:
                     self._steps[job] = float(step)
-                self._places.pop(job, None)
-                self._bring(job)
+                place = self._places.get(job)
+                # One that was told to leave twice says so twice, and may be elsewhere by then.
+                if place is None or (place.leaving and place.device == device):
+                    self._places.pop(job, None)
+                    self._bring(job)
             case NoRoom(job=job):
                 self._places.pop(job, None)
                 self._wishes.pop(job, None)
@@ -318,7 +324,7 @@ class DeviceExecutor:
             return
         self._given_up.add(device)
         if len(self._given_up) == len(self.devices):
-            why = f"no device is left: {reason}"
+            why = self.no_device_left = f"no device is left: {reason}"
             self._events += [JobFailure(now, job, why) for job in sorted(self._here)]
             self._coming.clear()
 

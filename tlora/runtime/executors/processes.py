@@ -3,11 +3,16 @@
 They are forked from one server process that has loaded torch and transformers (multiprocessing's
 forkserver): loading these takes seconds, a fork does not, and a device that was lost is soon back.
 Commands and messages go through pipes as JSON. A worker whose leader is gone ends by itself.
+
+Each imports the script that started it, as multiprocessing does. One that starts workers wherever
+it is imported would do so again in each of them: `end_if_imported` ends those, and the leader says
+what is missing.
 """
 
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from tlora.core.errors import SpecError
 from tlora.runtime.executors.messages import (
     URGENT,
     Command,
@@ -33,6 +39,25 @@ FLUSH_S = 0.1
 
 CLOSE_S = 60.0
 """For checkpoints at the end; then a worker is ended without."""
+
+IMPORTED_CODE = 117
+"""Of a worker that came upon the call that started it. Not one of Python's or the shell's."""
+
+
+def end_if_imported() -> None:
+    """To be called first by what starts workers."""
+    # Set by multiprocessing while a worker imports the script; its own check looks here, too.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        os._exit(IMPORTED_CODE)
+
+
+def no_guard() -> SpecError:
+    script = getattr(sys.modules["__main__"], "__file__", None) or "the script"
+    return SpecError(
+        f"{script}: every worker process imports this script, and came upon the call that starts "
+        "workers; put what it does into a function main(), and call that in these two lines at its "
+        'end:\n\nif __name__ == "__main__":\n    main()\n'
+    )
 
 
 class WorkerProcesses:
@@ -55,7 +80,8 @@ class WorkerProcesses:
             self._workers[device].connection.send_bytes(encoded([command]))
 
     def receive(self, timeout_s: float) -> list[tuple[int, Message]]:
-        """Whatever comes first, waiting no longer than so; maybe nothing."""
+        """Whatever comes first, waiting no longer than so; maybe nothing. Raises SpecError if
+        workers end because of the script that started them."""
         alive = {
             each.connection: device for device, each in enumerate(self._workers) if not each.lost
         }
@@ -63,12 +89,13 @@ class WorkerProcesses:
         for connection in wait(list(alive), timeout_s):
             assert isinstance(connection, Connection)
             device = alive[connection]
-            try:
+            data: bytes | None = None
+            with suppress(EOFError, OSError):
                 data = connection.recv_bytes()
-            except (EOFError, OSError):
+            if data is None:
                 messages.append((device, Lost(self._workers[device].bury())))
-                continue
-            messages += [(device, message) for message in messages_of(data)]
+            else:
+                messages += [(device, message) for message in messages_of(data)]
         return messages
 
     def restart(self, device: int) -> None:
@@ -117,6 +144,8 @@ class _Handle:
         self.connection.close()
         self.process.join(CLOSE_S)
         code = self.process.exitcode
+        if code == IMPORTED_CODE:
+            raise no_guard()
         if code is not None and code < 0:
             return f"its process was ended by {signal.Signals(-code).name}"
         return f"its process ended with code {code}"

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from tlora.core.clock import Clock
 from tlora.core.decision import Pause, Reasons, Start
+from tlora.core.errors import TloraError
 from tlora.core.event import Event, GpuFailure, GpuRepair, JobFailure
 from tlora.core.plan import Plan
 from tlora.core.request import JobRequest
@@ -167,7 +168,8 @@ class Conductor:
         return bool(self._inbox)
 
     def conduct(self, should_stop: Callable[[], bool]) -> bool:
-        """Until every study is over; True if it was stopped before."""
+        """Until every study is over; True if it was stopped before. Raises TloraError when no
+        device is left."""
         while not should_stop():
             self._look_for_requests()
             for task in self.tasks.values():
@@ -210,6 +212,12 @@ class Conductor:
     def _wait(self) -> None:
         events = self.executor.wait(self.clock.now() + LOOK_EVERY_S)
         self._read_inbox()
+        if self.executor.no_device_left is not None:
+            # Not the trials' fault, and they are not told as failed: they can go on.
+            raise TloraError(
+                f"{self.executor.no_device_left}; what was trained is kept: mend that, and the "
+                "same command goes on"
+            )
         for event in events:
             self._happened(event)
         for task in self.tasks.values():
@@ -228,8 +236,8 @@ class Conductor:
                     self._known.discard(name)
                 case Detached(job=name) if name in self._exiting:
                     # It had been told to leave before it was given up.
-                    self._exiting.discard(name)
                     self._write_result(name)
+                    self._is_out(name)
                 case NoRoom(job=name):
                     self._no_room(name)
                 case _:
@@ -262,9 +270,15 @@ class Conductor:
         timed = replace(result, seconds=round(task.course.seconds, 3))
         self.directory.write_result(timed)
         if result.job in self._exiting:
-            self._exiting.discard(result.job)
+            self._is_out(result.job)
         elif trial.live:
             task.course.tell_end(result)
+
+    def _is_out(self, name: str) -> None:
+        """One that was given up. A person may have asked for it again while it was leaving."""
+        self._exiting.discard(name)
+        if self._trial(name).phase is Phase.RUNNING:
+            self._attach(name)
 
     def _no_room(self, name: str) -> None:
         device = self._last_device.get(name)
@@ -304,8 +318,9 @@ class Conductor:
                     continue
                 if trial.name in self._exiting:
                     if not self.executor.is_somewhere(trial.name):
-                        self._exiting.discard(trial.name)
-                        self._leave_again(trial)
+                        self._is_out(trial.name)
+                        if not trial.live:
+                            self._leave_again(trial)
                 elif trial.phase is Phase.RUNNING:
                     self._attach(trial.name)
 
@@ -365,6 +380,9 @@ class Conductor:
     def _attach(self, name: str) -> None:
         """As soon as its task has a device with room."""
         task, trial = self._task(name), self._trial(name)
+        if name in self._exiting:
+            # It is still on its way out: `_is_out` brings it back.
+            return
         if name in task.queue or self.executor.device_of(name) is not None:
             return
         result = finished(self.directory, task.course.made[name].job)

@@ -45,7 +45,8 @@ def gantt(timeline: Timeline, tasks: Sequence[str]) -> Markup:
             ).format(words, x, y + 4, width, ROW - 8, colour)
         )
         if width > 9 * len(bar.task):
-            label = Markup('<text x="{:.1f}" y="{}">{}</text>')
+            # On a coloured bar the page's quiet grey is hard to read.
+            label = Markup('<text x="{:.1f}" y="{}" style="fill: var(--ink)">{}</text>')
             parts.append(label.format(x + 5, y + ROW * 0.62, escape(bar.task)))
         parts.append(Markup("</g>"))
     for tick in range(5):

@@ -226,6 +226,14 @@ def figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.5g}"
 
 
+def saved_headline(study: dict[str, Any]) -> Headline:
+    """What was not trained yet was not saved."""
+    tokens = f"{study['tokens_spent']:,} of {study['tokens_full']:,} tokens trained"
+    if not study["over"]:
+        return Headline("trained so far", f"{1 - study['saved_fraction']:.0%}", tokens)
+    return Headline("saved by early exit", f"{study['saved_fraction']:.0%}", tokens)
+
+
 def headlines(study: dict[str, Any]) -> list[Headline]:
     statuses = [trial["status"] for trial in study["trials"]]
     counts = [f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses) if status]
@@ -239,11 +247,7 @@ def headlines(study: dict[str, Any]) -> list[Headline]:
     found = [
         shown_best,
         Headline("trials", str(len(statuses)), ", ".join(counts)),
-        Headline(
-            "saved by early exit",
-            f"{study['saved_fraction']:.0%}",
-            f"{study['tokens_spent']:,} of {study['tokens_full']:,} tokens trained",
-        ),
+        saved_headline(study),
         Headline("time running", duration_figure(study["wall_s"])),
     ]
     if study["fusion"]:

@@ -31,7 +31,7 @@ from tlora.runtime.environment import quieten_libraries
 from tlora.runtime.executors.devices import DeviceExecutor, Devices
 from tlora.runtime.executors.messages import Message, Noted, Ready, Said
 from tlora.runtime.executors.notes import event_of, outcome_of
-from tlora.runtime.executors.processes import WorkerProcesses
+from tlora.runtime.executors.processes import WorkerProcesses, end_if_imported
 from tlora.runtime.executors.worker import WorkerSettings
 from tlora.runtime.interrupts import interruptible
 from tlora.runtime.planning import ChosenProfile, choose_profile, new_costs
@@ -41,21 +41,12 @@ from tlora.runtime.sinks import check_trackers
 from tlora.runtime.sweeps.conductor import Conductor, Dealer, TaskRun, by_plan
 from tlora.runtime.sweeps.course import Course
 from tlora.runtime.sweeps.prices import together_rate, tokens_with_evaluations
+from tlora.runtime.sweeps.replaying import as_tree, check_unchanged, known_turns, replay
 from tlora.runtime.sweeps.report import write_sweep_report
 from tlora.runtime.sweeps.room import room_bytes
 from tlora.runtime.sweeps.tasks_view import TasksView, closing_task_lines, plan_lines
 from tlora.runtime.sweeps.trials import MadeTrial, TrialMaker, representatives
-from tlora.runtime.sweeps.tune import (
-    SweepDirectory,
-    as_tree,
-    begin,
-    check_unchanged,
-    kept_winner,
-    known_turns,
-    make_trials,
-    replay,
-    study_of,
-)
+from tlora.runtime.sweeps.tune import SweepDirectory, begin, kept_winner, make_trials, study_of
 from tlora.runtime.sweeps.view import View, choose_view
 from tlora.runtime.training import describe_run, load_super_model
 from tlora.schedule.tasks import TaskPlan, plan_tasks
@@ -90,6 +81,7 @@ def tune_on_devices(
 ) -> TaskStudies:
     """As `tune`, for one task or several (`load_tasks`), over so many devices: GPUs where there
     are, one-thread processes otherwise. `deal` decides between tasks; `workers` starts them."""
+    end_if_imported()
     quieten_libraries()
     check_trackers(specs[0].report_to)
     check_sampler(specs[0].search.sampler)

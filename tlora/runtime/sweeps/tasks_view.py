@@ -53,6 +53,8 @@ def plan_lines(plan: TaskPlan, devices: int, trials: Mapping[str, str]) -> list[
             f"  {span.name}: device {on} {begins}, for {duration_figure(span.seconds)} "
             f"({trials[span.name]})"
         )
+    if len(plan.spans) == 1:
+        return [*lines, f"predicted: done in {duration_figure(plan.makespan)}"]
     gain = plan.one_after_another / plan.makespan if plan.makespan else 1.0
     lines.append(
         f"predicted: all done in {duration_figure(plan.makespan)}, one task after another in "

@@ -65,13 +65,14 @@ class Timeline:
 
 
 def read_timeline(root: Path, tasks: Mapping[str, str], devices: int) -> Timeline | None:
-    """`tasks`: of each trial. None if nothing says which device a trial was on."""
+    """`tasks`: of each trial. None if nothing says which device a trial was on, or no time had
+    passed there when the sweep was stopped."""
     try:
         lines = (root / "events.jsonl").read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     found = timeline_of(_records(lines), tasks, devices)
-    return found if found.stays else None
+    return found if found.stays and found.seconds > 0 else None
 
 
 def _records(lines: Iterable[str]) -> Iterable[Json]:

@@ -6,7 +6,7 @@ from random import Random
 
 from transformers.modeling_utils import PreTrainedModel
 
-from tlora.core.errors import SpecError, SpecErrors, TloraError
+from tlora.core.errors import DataError, SpecError, SpecErrors, TloraError
 from tlora.core.job import JobSpec
 from tlora.core.sweep import Params, SweepSpec, trial_of
 from tlora.costs.memory import BYTES_PER_ADAPTER_PARAMETER
@@ -47,10 +47,13 @@ class TrialMaker:
         """Raises SpecError for settings that do not go together, all of them at once."""
         if not named:
             return {}
-        jobs = _jobs(self.spec, named)
-        run = self.spec.run(tuple(jobs.values()))
-        check_targets(run, self._targets)
-        data = prepare_jobs(run, limit=self._limit)
+        try:
+            jobs = _jobs(self.spec, named)
+            run = self.spec.run(tuple(jobs.values()))
+            check_targets(run, self._targets)
+            data = prepare_jobs(run, limit=self._limit)
+        except SpecErrors as error:
+            raise told_once(error, self.spec.task.name) from None
         return {
             name: self._made(evaluated_often(job, data[name]), data[name], named[name], parent)
             for name, job in jobs.items()
@@ -70,6 +73,32 @@ class TrialMaker:
             parent=parent,
         )
         return MadeTrial(job, data, plan)
+
+
+def told_once(error: SpecErrors, task: str) -> TloraError:
+    """What is wrong with several trials in the same words is told of their task."""
+    told: dict[tuple[object, ...], list[TloraError]] = {}
+    for problem in error.problems:
+        match problem:
+            case SpecError(message=message, field=field):
+                key = (message, field)
+            case DataError(message=message, path=path, line=line):
+                key = (message, path, line)
+            case _:
+                key = (str(problem),)
+        told.setdefault(key, []).append(problem)
+    problems = [each[0] if len(each) == 1 else _of_task(each[0], task) for each in told.values()]
+    return problems[0] if len(problems) == 1 else SpecErrors(problems)
+
+
+def _of_task(problem: TloraError, task: str) -> TloraError:
+    match problem:
+        case SpecError(message=message, field=field):
+            return SpecError(message, job=task, field=field)
+        case DataError(message=message, path=path, line=line):
+            return DataError(message, job=task, path=path, line=line)
+        case _:
+            return problem
 
 
 def _jobs(spec: SweepSpec, named: Mapping[str, Params]) -> dict[str, JobSpec]:

@@ -1,18 +1,16 @@
 """`tlora tune`: a sweep file to the best adapter on disk, in this process."""
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from tlora.config import dump_spec
-from tlora.config.reading import plain
-from tlora.core.errors import AdapterError, SpecError
-from tlora.core.job import JobSpec
+from tlora.core.errors import AdapterError
+from tlora.core.job import JobSpec, RunSpec
 from tlora.core.sweep import Params, SweepSpec
+from tlora.data.prepare import PreparedData
 from tlora.model.loading import load_shape, resolve_device
 from tlora.model.super_model import SuperModel
 from tlora.runtime.budget import nano_batch_tokens, room_for_tokens, tuning
@@ -22,9 +20,10 @@ from tlora.runtime.directory import RunDirectory, replace_text
 from tlora.runtime.environment import quieten_libraries
 from tlora.runtime.interrupts import interruptible
 from tlora.runtime.recording import Recorder
-from tlora.runtime.resuming import check_same_bits, engine_changes
+from tlora.runtime.resuming import check_same_bits
 from tlora.runtime.sinks import Sinks, check_trackers
 from tlora.runtime.sweeps.course import Course
+from tlora.runtime.sweeps.replaying import as_tree, known_turns, replay
 from tlora.runtime.sweeps.report import write_sweep_report
 from tlora.runtime.sweeps.room import room_bytes
 from tlora.runtime.sweeps.running import SweepRunner
@@ -41,17 +40,11 @@ from tlora.runtime.training import describe_run, load_super_model, show_exact
 from tlora.store.study import StudyLog, StudyTurn
 from tlora.training.controller import Controller
 from tlora.training.engine import Engine
+from tlora.training.exactness import Exactness
 from tlora.tuning.events import Added, Closed
 from tlora.tuning.results import Fusion, Study, Winner, tokens_full, trial_result
 from tlora.tuning.samplers import OptunaSampler, check_sampler, is_known_before
-from tlora.tuning.study import Phase, StudyState, replayed
-
-MAY_CHANGE = (
-    "engine",
-    "report_to",
-    "search.max_seconds",
-)
-"""Of a sweep that has begun: what changes how long it runs, not what its trials are."""
+from tlora.tuning.study import Phase, StudyState
 
 COMPARED_SHARE = 0.2
 COMPARED_SECONDS = 5.0
@@ -74,57 +67,135 @@ def tune(
     check_trackers(spec.report_to)
     check_sampler(spec.search.sampler)
     view = view or choose_view()
-    device = resolve_device(spec.engine.device)
-    directory = RunDirectory(Path(output))
-    turns: list[StudyTurn] = []
-    if directory.is_run and not fresh:
-        turns = known_turns(directory.root, spec)
-    shape = load_shape(spec.base)
+    root = Path(output)
+    resumes = RunDirectory(root).is_run and not fresh
+    turns = known_turns(root, spec) if resumes else []
+    outset = look_ahead(spec, turns)
+    view.say(*start_lines((spec.task,), outset.shared, root / "data.txt"))
+    stage = set_up(outset, root if resumes else None, view)
+    directory = SweepDirectory(root)
+    directory.create(fresh=fresh)
+    study = run_through(outset, stage, turns, directory, view)
+    if not study.interrupted:
+        study = replace(study, winner=kept_winner(spec, study, outset.made, stage.model, view))
+        directory.write_json(root / "study.json", study.as_json())
+        if measure_fusion:
+            budget = stage.engine.budget_tokens
+            study = replace(study, fusion=measured_fusion(spec, outset.made, stage.model, budget))
+    directory.write_json(root / "study.json", study.as_json())
+    try:
+        write_sweep_report(root)
+    except OSError as error:
+        view.say(f"the report could not be written: {error}")
+    view.summary(study)
+    return study
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outset:
+    """All that is known before the base is loaded."""
+
+    spec: SweepSpec
+    device: torch.device
+    maker: TrialMaker
+    made: dict[str, MadeTrial]
+    """Those that are known: grows as a sampler names others, and people clone."""
+
+    sized: dict[str, MadeTrial]
+    """The trials, or some that could be, where a sampler names them as it goes."""
+
+    run: RunSpec
+    budget: int
+    room: float | None
+
+    @property
+    def data(self) -> dict[str, PreparedData]:
+        return {name: each.data for name, each in self.sized.items()}
+
+    @property
+    def shared(self) -> dict[str, PreparedData]:
+        """Trials share their data."""
+        return {self.spec.task.name: next(iter(self.data.values()))}
+
+
+def look_ahead(spec: SweepSpec, turns: list[StudyTurn]) -> Outset:
+    """Raises SpecError for settings or data that are wrong."""
+    device, shape = resolve_device(spec.engine.device), load_shape(spec.base)
     maker = TrialMaker(spec, shape)
     made = make_trials(spec, maker, turns)
     sized = made or maker.make(representatives(spec))
-    jobs = {name: each.job for name, each in sized.items()}
+    run = spec.run(tuple(each.job for each in sized.values()))
     data = {name: each.data for name, each in sized.items()}
-    run = spec.run(tuple(jobs.values()))
     budget = nano_batch_tokens(run, device, data, shape.num_parameters())
     room = room_bytes(
         shape, device, budget_tokens=budget, recompute=spec.engine.gradient_checkpointing
     )
-    state = StudyState.of(spec, room)
-    # Trials share their data.
-    shared = {spec.task.name: next(iter(data.values()))}
-    view.say(*start_lines((spec.task,), shared, directory.root / "data.txt"))
-    model = load_super_model(replace(run, jobs=at_once(sized, room, spec)), device)
+    return Outset(spec, device, maker, made, sized, run, budget, room)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """What trials are run on."""
+
+    model: SuperModel
+    engine: Engine
+    proof: Exactness | None
+    ranks: frozenset[int]
+    """That trials have or may come to have."""
+
+
+def set_up(outset: Outset, begun: Path | None, view: View) -> Stage:
+    """The base with room for the trials; where bits count, shown to be exact. `begun`: the run
+    directory of a sweep that goes on, whose bits must be these."""
+    spec, run, device = outset.spec, outset.run, outset.device
+    exact = spec.engine.isolation == "exact"
+    together = at_once(outset.sized, outset.room, spec)
+    model = load_super_model(replace(run, jobs=together), device)
     proof, ranks = None, {job.lora.r for job in run.jobs} | ranks_to_come(spec)
-    if spec.engine.isolation == "exact":
-        proof = show_exact(model, run, data, budget, ranks=ranks)
-        if directory.is_run and not fresh:
-            check_same_bits(directory.root, describe_run(run, device, proof))
+    if exact:
+        proof = show_exact(model, run, outset.data, outset.budget, ranks=ranks)
+        if begun is not None:
+            check_same_bits(begun, describe_run(run, device, proof))
         view.say(proof.line)
-    tuned = tuning(run, device, budget=budget, fits=room_for_tokens(run, model))
+    tuned = tuning(run, device, budget=outset.budget, fits=room_for_tokens(run, model))
     engine = Engine(
         model,
-        budget_tokens=tuned.start if tuned else budget,
-        exact=spec.engine.isolation == "exact",
+        budget_tokens=tuned.start if tuned else outset.budget,
+        exact=exact,
         controller=Controller(tuned) if tuned else None,
     )
-    directory = SweepDirectory(directory.root)
-    directory.create(fresh=fresh)
-    log = StudyLog(directory.root / "state.sqlite")
-    sinks = Sinks(spec.report_to, directory.root, view.say)
+    return Stage(model, engine, proof, frozenset(ranks))
+
+
+def run_through(
+    outset: Outset, stage: Stage, turns: list[StudyTurn], directory: RunDirectory, view: View
+) -> Study:
+    """Until the study is over, or a person stops it."""
+    spec, root = outset.spec, directory.root
+    state = StudyState.of(spec, outset.room)
+    log = StudyLog(root / "state.sqlite")
+    sinks = Sinks(spec.report_to, root, view.say)
     # Trials are written at every evaluation that is their best: only the winner's logits count.
-    recorder = Recorder(directory, spec.base, engine, view, sinks, looks=False)
+    recorder = Recorder(directory, spec.base, stage.engine, view, sinks, looks=False)
     try:
-        replace_text(directory.root / "data.txt", "\n".join(full_lines(shared)) + "\n")
+        replace_text(root / "data.txt", "\n".join(full_lines(outset.shared)) + "\n")
         directory.event("began")
         replay(state, turns, spec)
         runner = SweepRunner(
-            spec, state, log, maker, made, recorder, view, lambda runner: keep(runner, directory)
+            spec,
+            state,
+            log,
+            outset.maker,
+            outset.made,
+            recorder,
+            view,
+            lambda runner: keep(runner, directory),
         )
-        runner.proven_ranks = frozenset(ranks) if proof else None
+        runner.proven_ranks = stage.ranks if stage.proof else None
         log.begin({"spec": as_tree(spec)})
         # From here on the directory holds a sweep that can go on.
-        directory.write_json(directory.root / "run.json", describe_run(run, device, proof))
+        about = describe_run(outset.run, outset.device, stage.proof)
+        directory.write_json(root / "run.json", about)
         view.ended = runner.on_result
         keep(runner, directory)
         begin(runner, turns, runner.take_up)
@@ -135,19 +206,7 @@ def tune(
         # Ends that are told while closing are in the log, too.
         recorder.close()
         log.close()
-    study = study_of(state, spec, directory.root, runner.seconds, interrupted=interrupted)
-    if not interrupted:
-        study = replace(study, winner=kept_winner(spec, study, made, model, view))
-        directory.write_json(directory.root / "study.json", study.as_json())
-        if measure_fusion:
-            study = replace(study, fusion=measured_fusion(spec, made, model, engine.budget_tokens))
-    directory.write_json(directory.root / "study.json", study.as_json())
-    try:
-        write_sweep_report(directory.root)
-    except OSError as error:
-        view.say(f"the report could not be written: {error}")
-    view.summary(study)
-    return study
+    return study_of(state, spec, root, runner.seconds, interrupted=interrupted)
 
 
 class SweepDirectory(RunDirectory):
@@ -155,56 +214,6 @@ class SweepDirectory(RunDirectory):
 
     def event(self, kind: str, **fields: object) -> None:
         super().event("joined" if kind == "attached" else kind, **fields)
-
-
-def known_turns(root: Path, spec: SweepSpec) -> list[StudyTurn]:
-    """What an earlier command of the same sweep has logged. Raises SpecError if it was another
-    one."""
-    path = root / "state.sqlite"
-    if not path.exists():
-        raise SpecError(
-            f"--output: {root} holds a run that is no sweep; name another directory, or add --fresh"
-        )
-    log = StudyLog(path)
-    try:
-        about = log.about()
-        if about is None:
-            raise SpecError(
-                f"--output: {root} holds a run that is no sweep; name another directory, or add "
-                "--fresh"
-            )
-        check_unchanged(about["spec"], spec, root)
-        return log.turns()
-    finally:
-        log.close()
-
-
-def check_unchanged(old: dict[str, Any], spec: SweepSpec, root: Path) -> None:
-    new = as_tree(spec)
-    changed = [name for name in differing(old, new) if not name.startswith(MAY_CHANGE)]
-    from_engine = type(spec.engine)(**old["engine"])
-    changed += engine_changes(from_engine, spec.engine)
-    if changed:
-        raise SpecError(
-            f"has changed since {root} was started; change it back, name another --output, or add "
-            "--fresh to start over",
-            field=changed[0],
-        )
-
-
-def differing(old: Any, new: Any, prefix: str = "") -> list[str]:
-    """Dotted names of what is not the same in two trees."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        return [
-            name
-            for key in {**old, **new}
-            for name in differing(old.get(key), new.get(key), f"{prefix}{key}.")
-        ]
-    return [] if old == new else [prefix.removesuffix(".")]
-
-
-def as_tree(spec: SweepSpec) -> dict[str, Any]:
-    return json.loads(json.dumps(plain(asdict(spec))))
 
 
 def make_trials(spec: SweepSpec, maker: TrialMaker, turns: list[StudyTurn]) -> dict[str, MadeTrial]:
@@ -230,22 +239,6 @@ def at_once(made: dict[str, MadeTrial], room: float | None, spec: SweepSpec) -> 
             break
         taken.append(each.job)
     return tuple(taken)
-
-
-def replay(state: StudyState, turns: list[StudyTurn], spec: SweepSpec) -> None:
-    """Bring the study to where its log ends. What was decided then must be what is decided now."""
-    again = replayed(state, [turn.event for turn in turns])
-    for turn, actions in zip(turns, again, strict=True):
-        # How many fit depends on the device, and may have changed; who was given up may not.
-        if _exits(actions) != _exits(turn.actions):
-            raise SpecError(
-                "the log of this sweep does not lead to the decisions it holds; it was written by "
-                "another version: use that one, or add --fresh to start over"
-            )
-
-
-def _exits(actions: list[Any]) -> set[tuple[str, str]]:
-    return {(each.trial, each.verdict.rule) for each in actions if each.kind == "exit"}
 
 
 def begin(runner: Course, turns: list[StudyTurn], take_up: Callable[[], None]) -> None:

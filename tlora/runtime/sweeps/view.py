@@ -293,6 +293,11 @@ def final_table(study: Study, most: int = 12) -> Table:
     return table
 
 
+def first_reason(study: Study) -> str:
+    told = [f"; {each.name}: {each.reason}" for each in study.trials if each.reason]
+    return told[0] if told else ""
+
+
 def closing_lines(study: Study, most: int = LEADERS) -> list[str]:
     """Who won, what was saved, where everything is."""
     lines = [
@@ -303,10 +308,9 @@ def closing_lines(study: Study, most: int = LEADERS) -> list[str]:
     counts = Counter(each.status for each in study.trials)
     told = ", ".join(f"{count} {status}" for status, count in counts.items())
     lines.append(f"{len(study.trials)} trials in {duration_figure(study.wall_s)}: {told}")
-    lines.append(
-        f"{study.tokens_spent:,} tokens trained of {study.tokens_full:,}: early exit saved "
-        f"{study.saved_fraction:.0%}"
-    )
+    # What was not trained yet was not saved.
+    saved = "" if study.interrupted else f": early exit saved {study.saved_fraction:.0%}"
+    lines.append(f"{study.tokens_spent:,} tokens trained of {study.tokens_full:,}{saved}")
     if study.fusion is not None:
         gain = study.fusion.together_rate / study.fusion.alone_rate
         lines.append(
@@ -320,5 +324,7 @@ def closing_lines(study: Study, most: int = LEADERS) -> list[str]:
         ]
     elif study.best is not None and not study.interrupted:
         lines.append(f"{study.best.name} is the best, but it has no adapter that can be used")
+    elif study.best is None and not study.interrupted:
+        lines.append(f"no winner: no trial came to a value{first_reason(study)}")
     lines.append(f"report:  {study.output / 'report.html'}")
     return lines
