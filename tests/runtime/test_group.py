@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -184,6 +185,20 @@ def test_a_rank_that_runs_dry_gets_a_job(
         if each["job"] == moved["job"]
     ]
     assert joined == [1, 0]
+
+
+def test_the_size_of_nano_batches_is_tuned_where_that_is_asked_for(
+    spec: RunSpec, alone: Path, tmp_path: Path
+) -> None:
+    """By rank 0, whose events tell how; results are as alone. Otherwise the plan's size holds."""
+    engine = replace(spec.engine, nano_batch_tokens="tuned")
+    plan = replace(LOCAL, bucket=1024)
+    train_in_group(replace(spec, engine=engine), output=tmp_path, plan=plan)
+    same_as_alone(tmp_path, alone, JOBS)
+    (tuning,) = events(tmp_path, "tuning")
+    assert tuning["settings"]["start"] == 256
+    measured = [each for each in events(tmp_path, "nano_batch") if "measure" in each]
+    assert measured and {each["device"] for each in measured} == {0}
 
 
 def test_torchrun_starts_the_ranks_too(spec: RunSpec, alone: Path, tmp_path: Path) -> None:

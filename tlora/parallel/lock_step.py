@@ -55,6 +55,12 @@ class Wish:
     rows: tuple[int, int] = (0, 0)
     """Of the nano-batch that it could run, by pass: forward, train; 0 for none."""
 
+    budget: int = 0
+    """Tokens of nano-batches from now on, by the rank that measures them; 0 elsewhere."""
+
+    unfit_rows: int = 0
+    """Of a nano-batch that did not fit memory here since the last agreement; 0 for none."""
+
     standings: tuple[Standing, ...] = ()
     """Of the jobs that span ranks, in the order that all ranks attached them."""
 
@@ -72,18 +78,24 @@ class Verdict:
     rows: int
     """Of the largest nano-batch that is run now."""
 
+    budget: int
+    """Of nano-batches from now on; 0 if each rank keeps its own."""
+
+    unfit_rows: int
+    """Of the largest nano-batch that did not fit on some rank; 0 for none."""
+
     standings: tuple[Standing, ...]
 
 
 def encoded(wish: Wish) -> list[int]:
     flags = (wish.alive, wish.stop, wish.broke_off, wish.drift)
-    return [*map(int, flags), *wish.rows, *wish.standings]
+    return [*map(int, flags), *wish.rows, wish.budget, wish.unfit_rows, *wish.standings]
 
 
 def judge(reduced: Sequence[int], last: Pass | None) -> Verdict:
     """Where some ranks would train and others run forward, they take turns: no job waits for
     ever."""
-    alive, stop, broke_off, drift, forward, train, *standings = reduced
+    alive, stop, broke_off, drift, forward, train, budget, unfit_rows, *standings = reduced
     kind = None
     if forward and train:
         kind = Pass.TRAIN if last is Pass.FORWARD else Pass.FORWARD
@@ -95,6 +107,8 @@ def judge(reduced: Sequence[int], last: Pass | None) -> Verdict:
         drift=bool(drift),
         kind=kind,
         rows=0 if kind is None else (train if kind is Pass.TRAIN else forward),
+        budget=budget,
+        unfit_rows=unfit_rows,
         standings=tuple(map(Standing, standings)),
     )
 
