@@ -96,8 +96,9 @@ def test_a_plan_leaves_what_one_process_leaves(spec: RunSpec, alone: Path, tmp_p
     assert 'id="ranks"' in page and "gradient: 48 x" in page
 
 
-def lose(when: Path, number: int, rank: int, lost: list[float]) -> Callable[[Ranks], None]:
-    """Send a signal to a rank of the first group once this file has some lines."""
+def lose(when: Path, number: int, rank: int | None, lost: list[float]) -> Callable[[Ranks], None]:
+    """Send a signal to a rank of the first group, or to whoever started it, once this file has some
+    lines."""
 
     def watch(pid: int) -> None:
         until = time.monotonic() + 100
@@ -110,7 +111,8 @@ def lose(when: Path, number: int, rank: int, lost: list[float]) -> Callable[[Ran
 
     def on_start(ranks: Ranks) -> None:
         if not lost and len(ranks.pids) == 2:
-            threading.Thread(target=watch, args=(ranks.pids[rank],), daemon=True).start()
+            pid = os.getpid() if rank is None else ranks.pids[rank]
+            threading.Thread(target=watch, args=(pid,), daemon=True).start()
 
     return on_start
 
@@ -133,6 +135,21 @@ def test_a_lost_rank_ends_the_group_and_the_jobs_go_on_without(
     (event,) = events(tmp_path, "group_lost")
     assert event["cause"].startswith("rank 1: ") and cause in event["cause"]
     assert event["time"] - lost[0] < 10.0
+    assert {job.status for job in result.jobs.values()} == {"completed"}
+    same_as_alone(tmp_path, alone, JOBS)
+
+
+def test_a_stopped_run_goes_on_under_another_plan_with_a_job_more(
+    spec: RunSpec, alone: Path, tmp_path: Path
+) -> None:
+    """Ctrl-C under shards; the same command with a job added goes on with whole copies. All end as
+    alone: checkpoints know of no plan."""
+    stopped: list[float] = []
+    on_start = lose(tmp_path / "long" / "metrics.jsonl", signal.SIGINT, None, stopped)
+    first = replace(spec, jobs=spec.jobs[:2])
+    assert train_in_group(first, output=tmp_path, plan=MIXED, on_start=on_start).interrupted
+    assert stopped and not events(tmp_path, "group_lost")
+    result = train_in_group(spec, output=tmp_path, plan=LOCAL)
     assert {job.status for job in result.jobs.values()} == {"completed"}
     same_as_alone(tmp_path, alone, JOBS)
 
