@@ -61,6 +61,26 @@ def test_a_rank_without_memory_goes_on_with_smaller_nano_batches(
     assert same_as_alone(told, alone)
 
 
+def test_layers_that_stay_gathered_make_room_first(
+    ranks: Ranks, checkpoint: str, alone: Told
+) -> None:
+    """On all ranks, where one is out of memory: half of them, and nano-batches stay as large."""
+    plan = Plan(bucket=192, fsdp=2, kept_layers=2, adapters="mixed", spread=("wide",))
+    told = ranks.call(
+        rank_work.train_in_group,
+        2,
+        plan=plan,
+        path=checkpoint,
+        first=JOBS,
+        break_pass=(1, 4, "backward"),
+        fault="memory",
+    )
+    assert [each.kept_layers for each in told] == [1, 1]
+    assert [each.budget for each in told] == [192, 192]
+    assert told[1].breaks == 1 and not any(each.failed for each in told)
+    assert same_as_alone(told, alone)
+
+
 @pytest.mark.parametrize("place", ["forward", "backward"])
 @pytest.mark.parametrize("job", ["odd", "wide"])
 def test_a_job_that_never_fits_fails_by_name_and_alone(

@@ -90,6 +90,9 @@ class Told:
     breaks: int = 0
     """Passes that were broken on purpose."""
 
+    kept_layers: int = 0
+    """In the end."""
+
     budgets: list[tuple[int, int]] = field(default_factory=list)
     """Agreed on, and in use here, after each turn."""
 
@@ -192,6 +195,11 @@ def train_in_group(
             engine, [arrive(name) for name in first if is_here(name)], watcher, between=between
         )
     finally:
+        kept_layers = 0 if sharded is None else sharded.kept_layers
+        if kept_layers != plan.kept_layers and sharded is not None:
+            # The next test finds it as it was.
+            sharded.reset()
+            sharded.keep(plan.kept_layers)
         for each in undo:
             each()
         for name in engine.jobs:
@@ -206,6 +214,7 @@ def train_in_group(
         budget=engine.budget_tokens,
         breaks=len(breaks),
         budgets=budgets,
+        kept_layers=kept_layers,
         actions=[each.action.value for each in watcher.decisions],
     )
 

@@ -52,6 +52,9 @@ class Wish:
     drift: bool = False
     """It thinks that jobs should be moved."""
 
+    crowded: bool = False
+    """Its last pass had no room: layers that stay gathered should be fewer."""
+
     rows: tuple[int, int] = (0, 0)
     """Of the nano-batch that it could run, by pass: forward, train; 0 for none."""
 
@@ -72,6 +75,7 @@ class Verdict:
     over: bool
     broke_off: bool
     drift: bool
+    crowded: bool
     kind: Pass | None
     """None if no rank has anything to run; steps may be due."""
 
@@ -88,14 +92,15 @@ class Verdict:
 
 
 def encoded(wish: Wish) -> list[int]:
-    flags = (wish.alive, wish.stop, wish.broke_off, wish.drift)
+    flags = (wish.alive, wish.stop, wish.broke_off, wish.drift, wish.crowded)
     return [*map(int, flags), *wish.rows, wish.budget, wish.unfit_rows, *wish.standings]
 
 
 def judge(reduced: Sequence[int], last: Pass | None) -> Verdict:
     """Where some ranks would train and others run forward, they take turns: no job waits for
     ever."""
-    alive, stop, broke_off, drift, forward, train, budget, unfit_rows, *standings = reduced
+    alive, stop, broke_off, drift, crowded, *figures = reduced
+    forward, train, budget, unfit_rows, *standings = figures
     kind = None
     if forward and train:
         kind = Pass.TRAIN if last is Pass.FORWARD else Pass.FORWARD
@@ -105,6 +110,7 @@ def judge(reduced: Sequence[int], last: Pass | None) -> Verdict:
         over=bool(stop) or not alive,
         broke_off=bool(broke_off),
         drift=bool(drift),
+        crowded=bool(crowded),
         kind=kind,
         rows=0 if kind is None else (train if kind is Pass.TRAIN else forward),
         budget=budget,

@@ -116,6 +116,7 @@ class GroupEngine(Engine):
         self._spans = spans
         self._part = _Part(dist.get_rank(), dist.get_world_size())
         self._broke_off = False
+        self._crowded = False
         self._unfit_rows = 0
         self._decisions: tuple[Decision, ...] = ()
         """Of the controller, because of other ranks; told with the next nano-batch."""
@@ -161,6 +162,8 @@ class GroupEngine(Engine):
             return Outcome()
         if verdict.broke_off and self._sharded is not None:
             self._sharded.reset()
+            if verdict.crowded:
+                self._sharded.keep(self._sharded.kept_layers // 2)
         failures = self._carry_out(verdict.standings)
         if self._sharded is not None and verdict.kind is not None and not self._waiting():
             self._join_without_work(verdict.kind)
@@ -181,6 +184,7 @@ class GroupEngine(Engine):
             stop=self.stop,
             broke_off=self._broke_off,
             drift=self.drift,
+            crowded=self._crowded,
             rows=self._rows_wished(),
             budget=0 if self._controller is None else self._controller.budget,
             unfit_rows=self._unfit_rows,
@@ -190,7 +194,7 @@ class GroupEngine(Engine):
             self.verdict = self._lock_step.agree(wish)
         except RuntimeError as error:
             raise GroupLost(f"the ranks cannot agree any more: {error}") from error
-        self._broke_off = self.drift = False
+        self._broke_off = self._crowded = self.drift = False
         self._resize(self.verdict)
         return self.verdict
 
@@ -249,6 +253,18 @@ class GroupEngine(Engine):
         if self._controller is None and self.budget_tokens < budget:
             self._unfit_rows = composition.rows
         return outcome
+
+    def _out_of_memory(
+        self, composition: Composition, jobs: list[EngineJob], error: BaseException
+    ) -> Outcome:
+        """Layers that stay gathered go first, on all ranks: then there may be room for the same
+        nano-batch."""
+        if self._sharded is None or not self._sharded.kept_layers:
+            return super()._out_of_memory(composition, jobs, error)
+        logger.warning("out of memory: fewer layers stay gathered")
+        self._drop_partial_batches(jobs)
+        self._crowded = True
+        return Outcome(error=f"out of memory: {error}")
 
     def _drop_partial_batches(self, jobs: list[EngineJob]) -> None:
         super()._drop_partial_batches(jobs)

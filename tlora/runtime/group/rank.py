@@ -282,8 +282,8 @@ class Member:
                     loop.enter(driver)
 
     def _move_cost(self) -> float:
-        """Tokens that this rank would train in the time of a move, while which all ranks wait:
-        saving a job takes about as long as taking it in."""
+        """Tokens that this rank would train in the time of a move, for which all ranks wait: saving
+        a job takes about as long as taking it in."""
         if math.isinf(self._entering_s):
             return 0.0
         rate = self.engine.usage.tokens / (time.perf_counter() - self._started)
