@@ -1,5 +1,6 @@
 """A run over several ranks from files to adapters, and ranks that are lost on the way."""
 
+import io
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ from tlora.runtime.group import supervisor
 from tlora.runtime.group.plans import check_plan
 from tlora.runtime.group.running import train_in_group
 from tlora.runtime.group.supervisor import Ranks
+from tlora.runtime.progress import ProgressLines
 from tlora.runtime.training import train
 
 pytestmark = pytest.mark.multi_process
@@ -96,9 +98,8 @@ def test_a_plan_leaves_what_one_process_leaves(spec: RunSpec, alone: Path, tmp_p
     assert 'id="ranks"' in page and "gradient: 48 x" in page
 
 
-def lose(when: Path, number: int, rank: int | None, lost: list[float]) -> Callable[[Ranks], None]:
-    """Send a signal to a rank of the first group, or to whoever started it, once this file has some
-    lines."""
+def lose(when: Path, number: int, rank: int, lost: list[float]) -> Callable[[Ranks], None]:
+    """Send a signal to a rank of the first group once this file has some lines."""
 
     def watch(pid: int) -> None:
         until = time.monotonic() + 100
@@ -111,8 +112,7 @@ def lose(when: Path, number: int, rank: int | None, lost: list[float]) -> Callab
 
     def on_start(ranks: Ranks) -> None:
         if not lost and len(ranks.pids) == 2:
-            pid = os.getpid() if rank is None else ranks.pids[rank]
-            threading.Thread(target=watch, args=(pid,), daemon=True).start()
+            threading.Thread(target=watch, args=(ranks.pids[rank],), daemon=True).start()
 
     return on_start
 
@@ -144,11 +144,18 @@ def test_a_stopped_run_goes_on_under_another_plan_with_a_job_more(
 ) -> None:
     """Ctrl-C under shards; the same command with a job added goes on with whole copies. All end as
     alone: checkpoints know of no plan."""
-    stopped: list[float] = []
-    on_start = lose(tmp_path / "long" / "metrics.jsonl", signal.SIGINT, None, stopped)
+    metrics = tmp_path / "long" / "metrics.jsonl"
+
+    class Interrupting(ProgressLines):
+        def on_step(self, driver, done) -> None:
+            super().on_step(driver, done)
+            if done.job == "long" and done.step == 4:
+                os.kill(os.getpid(), signal.SIGINT)
+
     first = replace(spec, jobs=spec.jobs[:2])
-    assert train_in_group(first, output=tmp_path, plan=MIXED, on_start=on_start).interrupted
-    assert stopped and not events(tmp_path, "group_lost")
+    shown = Interrupting(io.StringIO())
+    assert train_in_group(first, output=tmp_path, plan=MIXED, progress=shown).interrupted
+    assert 4 <= len(metrics.read_text().splitlines()) < len(losses(alone, "long"))
     result = train_in_group(spec, output=tmp_path, plan=LOCAL)
     assert {job.status for job in result.jobs.values()} == {"completed"}
     same_as_alone(tmp_path, alone, JOBS)
