@@ -54,10 +54,11 @@ BIG = (Job("big", 8, 24), *(Job(f"j{place}", 8, 1) for place in range(3)))
 ALONE = (Job("only", 8, 8),)
 LOCAL = Plan(replicas=2, bucket=BUCKET, adapters="rank_local")
 SPREAD = Plan(replicas=2, bucket=BUCKET)
-PLANS = (LOCAL, SPREAD, Plan(fsdp=2, bucket=BUCKET, adapters="rank_local"))
+SHARDS = Plan(fsdp=2, bucket=BUCKET, adapters="rank_local")
+PLANS = (LOCAL, SPREAD, SHARDS)
 MIXED = replace(LOCAL, adapters="mixed", spread=("big",))
 CASES = {
-    "even": (EVEN, (*PLANS, replace(LOCAL, bucket=BUCKET // 4))),
+    "even": (EVEN, (*PLANS, replace(SHARDS, kept_layers=4), replace(LOCAL, bucket=BUCKET // 4))),
     "one large": (BIG, (*PLANS, MIXED)),
     "one alone": (ALONE, PLANS),
 }
@@ -197,7 +198,8 @@ def load_backbone(base, plan: Plan, counts):
     device = torch.device("cpu")
     if plan.fsdp == 1:
         return SuperModel(load_base(base, device).float().eval()), None
-    loaded, sharded = load_sharded(base, device, shard_mesh(plan, device), counts=counts)
+    mesh = shard_mesh(plan, device)
+    loaded, sharded = load_sharded(base, device, mesh, counts=counts, kept_layers=plan.kept_layers)
     with sharded.building():
         model = SuperModel(loaded)
         sharded.serve(model)

@@ -19,7 +19,7 @@ def same_as_alone(told: list[Told], alone: Told, names: tuple[str, ...] = JOBS) 
 
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
-@pytest.mark.parametrize("kept", [0, 1, 2])
+@pytest.mark.parametrize("kept", [0, 1])
 def test_a_pass_that_breaks_off_in_shards_holds_nobody_up(
     place: str, kept: int, ranks: Ranks, checkpoint: str, alone: Told
 ) -> None:
@@ -61,8 +61,27 @@ def test_a_rank_without_memory_goes_on_with_smaller_nano_batches(
     assert same_as_alone(told, alone)
 
 
-@pytest.mark.parametrize("place", ["forward", "backward"])
-@pytest.mark.parametrize("job", ["odd", "wide"])
+def test_layers_that_stay_gathered_make_room_first(
+    ranks: Ranks, checkpoint: str, alone: Told
+) -> None:
+    """On all ranks, where one is out of memory: half of them, and nano-batches stay as large."""
+    plan = Plan(bucket=192, fsdp=2, kept_layers=2, adapters="mixed", spread=("wide",))
+    told = ranks.call(
+        rank_work.train_in_group,
+        2,
+        plan=plan,
+        path=checkpoint,
+        first=JOBS,
+        break_pass=(1, 4, "backward"),
+        fault="memory",
+    )
+    assert [each.kept_layers for each in told] == [1, 1]
+    assert [each.budget for each in told] == [192, 192]
+    assert told[1].breaks == 1 and not any(each.failed for each in told)
+    assert same_as_alone(told, alone)
+
+
+@pytest.mark.parametrize(("job", "place"), [("odd", "forward"), ("wide", "backward")])
 def test_a_job_that_never_fits_fails_by_name_and_alone(
     job: str, place: str, ranks: Ranks, checkpoint: str, alone: Told
 ) -> None:

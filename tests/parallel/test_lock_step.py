@@ -33,6 +33,13 @@ def test_passes_take_turns_where_ranks_want_different_ones() -> None:
     }
 
 
+def test_all_take_the_size_of_the_rank_that_measures() -> None:
+    """And it hears of what did not fit elsewhere; without one each keeps its own."""
+    verdict = agreed(Wish(alive=True, budget=512), Wish(alive=True, unfit_rows=768))
+    assert (verdict.budget, verdict.unfit_rows) == (512, 768)
+    assert agreed(Wish(alive=True), Wish(alive=True)).budget == 0
+
+
 def test_nothing_runs_where_nobody_wants_anything() -> None:
     """Steps may be due all the same."""
     assert agreed(Wish(alive=True), Wish(alive=True)).kind is None

@@ -1,9 +1,14 @@
 """A run over several ranks from files to adapters, and ranks that are lost on the way."""
 
+import io
 import json
 import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +25,8 @@ from tlora.runtime.group import supervisor
 from tlora.runtime.group.choosing import fastest_plan
 from tlora.runtime.group.plans import check_plan
 from tlora.runtime.group.running import train_in_group
+from tlora.runtime.group.supervisor import Ranks
+from tlora.runtime.progress import ProgressLines
 from tlora.runtime.training import train
 
 pytestmark = pytest.mark.multi_process
@@ -114,6 +121,28 @@ def test_a_lost_rank_ends_the_group_and_the_jobs_go_on_without(
     same_as_alone(tmp_path, alone, JOBS)
 
 
+def test_a_stopped_run_goes_on_under_another_plan_with_a_job_more(
+    spec: RunSpec, alone: Path, tmp_path: Path
+) -> None:
+    """Ctrl-C under shards; the same command with a job added goes on with whole copies. All end as
+    alone: checkpoints know of no plan."""
+    metrics = tmp_path / "long" / "metrics.jsonl"
+
+    class Interrupting(ProgressLines):
+        def on_step(self, driver, done) -> None:
+            super().on_step(driver, done)
+            if done.job == "long" and done.step == 4:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    first = replace(spec, jobs=spec.jobs[:2])
+    shown = Interrupting(io.StringIO())
+    assert train_in_group(first, output=tmp_path, plan=MIXED, progress=shown).interrupted
+    assert 4 <= len(metrics.read_text().splitlines()) < len(losses(alone, "long"))
+    result = train_in_group(spec, output=tmp_path, plan=LOCAL)
+    assert {job.status for job in result.jobs.values()} == {"completed"}
+    same_as_alone(tmp_path, alone, JOBS)
+
+
 def test_an_exception_on_one_rank_is_named(
     spec: RunSpec, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +191,20 @@ def test_a_rank_that_runs_dry_gets_a_job(
         if each["job"] == moved["job"]
     ]
     assert joined == [1, 0]
+
+
+def test_the_size_of_nano_batches_is_tuned_where_that_is_asked_for(
+    spec: RunSpec, alone: Path, tmp_path: Path
+) -> None:
+    """By rank 0, whose events tell how; results are as alone. Otherwise the plan's size holds."""
+    engine = replace(spec.engine, nano_batch_tokens="tuned")
+    plan = replace(LOCAL, bucket=1024)
+    train_in_group(replace(spec, engine=engine), output=tmp_path, plan=plan)
+    same_as_alone(tmp_path, alone, JOBS)
+    (tuning,) = events(tmp_path, "tuning")
+    assert tuning["settings"]["start"] == 256
+    measured = [each for each in events(tmp_path, "nano_batch") if "measure" in each]
+    assert measured and {each["device"] for each in measured} == {0}
 
 
 def test_torchrun_starts_the_ranks_too(spec: RunSpec, alone: Path, tmp_path: Path) -> None:

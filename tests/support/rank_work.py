@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -28,6 +28,7 @@ from tlora.parallel.mesh import shard_mesh
 from tlora.parallel.reduction import sum_in_order
 from tlora.parallel.shard_loading import load_sharded
 from tlora.parallel.sharding import Sharded
+from tlora.training.controller import Controller, ControllerSettings, Decision, Measure, ladder
 from tlora.training.driver import JobDriver, Status
 from tlora.training.engine import Engine
 from tlora.training.group_engine import GroupEngine, Usage
@@ -60,8 +61,10 @@ class Seen(Watcher):
         super().__init__(engine)
         self.evaluations: dict[str, list[float]] = {}
         self.errors: list[str] = []
+        self.decisions: list[Decision] = []
 
     def on_nano_batch(self, outcome: Outcome) -> None:
+        self.decisions += outcome.decisions
         if outcome.error is not None:
             self.errors.append(outcome.error)
 
@@ -86,6 +89,15 @@ class Told:
 
     breaks: int = 0
     """Passes that were broken on purpose."""
+
+    kept_layers: int = 0
+    """In the end."""
+
+    budgets: list[tuple[int, int]] = field(default_factory=list)
+    """Agreed on, and in use here, after each turn."""
+
+    actions: list[str] = field(default_factory=list)
+    """Of the controller."""
 
 
 @cache
@@ -119,10 +131,12 @@ def train_in_group(
     fault: str = "",
     twin: str | None = None,
     poison: tuple[int, int, str] | None = None,
+    controller: str = "",
 ) -> Told:
     """Jobs that do not span ranks are dealt in turn. `break_pass`: (rank, nano-batch, place) of an
     exception; `fault` says which (`break_at`). `twin` names something that is done wrong.
-    `poison`: (rank, turn, job) whose gradient is made infinite there."""
+    `poison`: (rank, turn, job) whose gradient is made infinite there. `controller` of rank 0 has
+    this name (`controller_of`)."""
     rank, world = dist.get_rank(), dist.get_world_size()
     sharded, counts = None, Counts()
     if plan.fsdp > 1:
@@ -146,10 +160,12 @@ def train_in_group(
         sharded=sharded,
         spans=spans,
         exact=exact,
+        controller=controller_of(controller) if controller and rank == 0 else None,
     )
     watcher = Seen(engine)
     coming = dict(late or {})
     turn = 0
+    budgets: list[tuple[int, int]] = []
 
     def arrive(name: str) -> JobDriver:
         driver = new_driver(name)
@@ -160,6 +176,8 @@ def train_in_group(
         nonlocal turn
         name = coming.pop(turn, None)
         turn += 1
+        if engine.verdict is not None:
+            budgets.append((engine.verdict.budget, engine.budget_tokens))
         if name is not None and is_here(name):
             loop.enter(arrive(name))
         engine.check_integrity()
@@ -177,6 +195,11 @@ def train_in_group(
             engine, [arrive(name) for name in first if is_here(name)], watcher, between=between
         )
     finally:
+        kept_layers = 0 if sharded is None else sharded.kept_layers
+        if kept_layers != plan.kept_layers and sharded is not None:
+            # The next test finds it as it was.
+            sharded.reset()
+            sharded.keep(plan.kept_layers)
         for each in undo:
             each()
         for name in engine.jobs:
@@ -190,6 +213,9 @@ def train_in_group(
         usage=engine.usage,
         budget=engine.budget_tokens,
         breaks=len(breaks),
+        budgets=budgets,
+        kept_layers=kept_layers,
+        actions=[each.action.value for each in watcher.decisions],
     )
 
 
@@ -205,6 +231,19 @@ def train_alone(names: Sequence[str], *, exact: bool = False, budget: int = 160)
         drivers.append(driver)
     run_jobs(engine, drivers, watcher)
     return Told(watcher.curves, watcher.evaluations, watcher.failed, watcher.errors, {}, Usage())
+
+
+def controller_of(name: str) -> Controller:
+    """ "stepping" takes another size after every nano-batch, whatever was measured."""
+    sizes = ladder(64, 256)
+    settings = ControllerSettings(sizes=sizes, start=192, idle=192, limit=256, warm_ups=0)
+
+    class Stepping(Controller):
+        def observe(self, measure: Measure) -> tuple[Decision, ...]:
+            self.best = sizes[(sizes.index(self.best) + 2) % len(sizes)]
+            return ()
+
+    return Stepping(settings) if name == "stepping" else Controller(settings)
 
 
 def less(after: dict[str, dict[str, int]], before: dict[str, dict[str, int]]) -> Any:
@@ -498,7 +537,8 @@ def shards_beside_whole(
             generator = torch.Generator().manual_seed(3)
             rows.value.copy_(torch.randn(rows.value.shape, generator=generator))
         each.refresh_operands()
-        for train in (True, False, True):
+        # Every kind of pass is traced by itself, which takes its time.
+        for train in (True, True) if "compiled" in kind else (True, False, True):
             if each is model and not alone:
                 sharded.begin(Pass.TRAIN if train else Pass.FORWARD)
             with torch.set_grad_enabled(train), each.routed(batch, train=train):

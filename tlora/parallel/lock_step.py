@@ -52,8 +52,17 @@ class Wish:
     drift: bool = False
     """It thinks that jobs should be moved."""
 
+    crowded: bool = False
+    """Its last pass had no room: layers that stay gathered should be fewer."""
+
     rows: tuple[int, int] = (0, 0)
     """Of the nano-batch that it could run, by pass: forward, train; 0 for none."""
+
+    budget: int = 0
+    """Tokens of nano-batches from now on, by the rank that measures them; 0 elsewhere."""
+
+    unfit_rows: int = 0
+    """Of a nano-batch that did not fit memory here since the last agreement; 0 for none."""
 
     standings: tuple[Standing, ...] = ()
     """Of the jobs that span ranks, in the order that all ranks attached them."""
@@ -66,24 +75,32 @@ class Verdict:
     over: bool
     broke_off: bool
     drift: bool
+    crowded: bool
     kind: Pass | None
     """None if no rank has anything to run; steps may be due."""
 
     rows: int
     """Of the largest nano-batch that is run now."""
 
+    budget: int
+    """Of nano-batches from now on; 0 if each rank keeps its own."""
+
+    unfit_rows: int
+    """Of the largest nano-batch that did not fit on some rank; 0 for none."""
+
     standings: tuple[Standing, ...]
 
 
 def encoded(wish: Wish) -> list[int]:
-    flags = (wish.alive, wish.stop, wish.broke_off, wish.drift)
-    return [*map(int, flags), *wish.rows, *wish.standings]
+    flags = (wish.alive, wish.stop, wish.broke_off, wish.drift, wish.crowded)
+    return [*map(int, flags), *wish.rows, wish.budget, wish.unfit_rows, *wish.standings]
 
 
 def judge(reduced: Sequence[int], last: Pass | None) -> Verdict:
     """Where some ranks would train and others run forward, they take turns: no job waits for
     ever."""
-    alive, stop, broke_off, drift, forward, train, *standings = reduced
+    alive, stop, broke_off, drift, crowded, *figures = reduced
+    forward, train, budget, unfit_rows, *standings = figures
     kind = None
     if forward and train:
         kind = Pass.TRAIN if last is Pass.FORWARD else Pass.FORWARD
@@ -93,8 +110,11 @@ def judge(reduced: Sequence[int], last: Pass | None) -> Verdict:
         over=bool(stop) or not alive,
         broke_off=bool(broke_off),
         drift=bool(drift),
+        crowded=bool(crowded),
         kind=kind,
         rows=0 if kind is None else (train if kind is Pass.TRAIN else forward),
+        budget=budget,
+        unfit_rows=unfit_rows,
         standings=tuple(map(Standing, standings)),
     )
 

@@ -65,13 +65,11 @@ class Sharded:
         self.root, self.embeddings, self.layers = units[0], units[1], units[2 : 2 + len(layers)]
         self.head = self.embeddings if self._tied else units[-1]
         self._units = units
-        self._kept, self._passing = self.layers[:kept_layers], self.layers[kept_layers:]
+        self.kept_layers = 0
         gather = cast(Any, _Gather(self))
         for unit in units:
             unit.set_custom_all_gather(gather)
-        for layer in self._kept:
-            layer.set_reshard_after_forward(False)
-            layer.set_reshard_after_backward(False)
+        self.keep(kept_layers)
         backward = [self.root, *reversed(self.layers)]
         for layer, following in pairwise(self.layers):
             layer.set_modules_to_forward_prefetch([following])
@@ -87,6 +85,13 @@ class Sharded:
             layer.register_forward_pre_hook(
                 lambda module, _, linears=linears: _renew(module, linears)
             )
+
+    def keep(self, kept_layers: int) -> None:
+        """From the next pass on, on all ranks; none may be gathered that is not kept any more."""
+        self.kept_layers = kept_layers
+        for place, layer in enumerate(self.layers):
+            layer.set_reshard_after_forward(place >= kept_layers)
+            layer.set_reshard_after_backward(place >= kept_layers)
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -111,10 +116,11 @@ class Sharded:
     def begin(self, kind: Pass) -> None:
         """A pass, on all ranks."""
         self._issued = 0
-        layers = self._passing if self._kept_are_here else self.layers
+        passing = self.layers[self.kept_layers :]
+        layers = passing if self._kept_are_here else self.layers
         self._pass = [self.root, self.embeddings, *layers, self.head]
         if kind is Pass.TRAIN:
-            self._pass += [self.root, *reversed(self._passing)]
+            self._pass += [self.root, *reversed(passing)]
 
     def end(self) -> None:
         """The pass is through on this rank."""

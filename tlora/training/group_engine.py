@@ -9,6 +9,9 @@ A job that spans ranks is attached on all of them and fed the same batches; each
 sequences that are dealt to it. Once a batch is through everywhere, gradients and losses are summed
 in the order of ranks, and every rank takes the same step. Whatever happens to such a job on one
 rank, a failure or a batch to be run again, happens to it on all at the same agreement.
+
+Where the size of nano-batches is tuned, one rank has the controller and measures its own; all take
+the size that it comes to, and it hears of those that did not fit on another.
 """
 
 import json
@@ -33,6 +36,7 @@ from tlora.parallel.reduction import sum_in_order
 from tlora.parallel.sharding import GroupLost, Sharded
 from tlora.training import loss, optimiser
 from tlora.training.compose import Composition, Kind, Waiting, bucket_of
+from tlora.training.controller import Controller, Decision, Measure
 from tlora.training.engine import Engine
 from tlora.training.engine_job import NOBODY, EngineJob
 from tlora.training.in_flight import InFlight
@@ -77,15 +81,17 @@ class GroupEngine(Engine):
         spans: Callable[[str], bool] = lambda job: False,
         bucket_step: int | None = None,
         exact: bool = False,
+        controller: Controller | None = None,
         ahead: int | None = None,
     ) -> None:
         """`spans` says of which jobs every rank takes a part; they must be attached on all ranks
-        at the same agreement and in the same order."""
+        at the same agreement and in the same order. One rank may have a controller, or none."""
         super().__init__(
             super_model,
             budget_tokens=budget_tokens,
             bucket_step=bucket_step,
             exact=exact,
+            controller=controller,
             ahead=ahead,
         )
         self.counts = counts
@@ -110,6 +116,11 @@ class GroupEngine(Engine):
         self._spans = spans
         self._part = _Part(dist.get_rank(), dist.get_world_size())
         self._broke_off = False
+        self._crowded = False
+        self._unfit_rows = 0
+        self._decisions: tuple[Decision, ...] = ()
+        """Of the controller, because of other ranks; told with the next nano-batch."""
+
         self._replays: set[str] = set()
         self._leaving: dict[str, dict[str, Any]] = {}
         """Jobs that span ranks and cannot go on here, and why; until all ranks know."""
@@ -151,6 +162,8 @@ class GroupEngine(Engine):
             return Outcome()
         if verdict.broke_off and self._sharded is not None:
             self._sharded.reset()
+            if verdict.crowded:
+                self._sharded.keep(self._sharded.kept_layers // 2)
         failures = self._carry_out(verdict.standings)
         if self._sharded is not None and verdict.kind is not None and not self._waiting():
             self._join_without_work(verdict.kind)
@@ -171,15 +184,36 @@ class GroupEngine(Engine):
             stop=self.stop,
             broke_off=self._broke_off,
             drift=self.drift,
+            crowded=self._crowded,
             rows=self._rows_wished(),
+            budget=0 if self._controller is None else self._controller.budget,
+            unfit_rows=self._unfit_rows,
             standings=tuple(self._standing(job) for job in self._spanning()),
         )
         try:
             self.verdict = self._lock_step.agree(wish)
         except RuntimeError as error:
             raise GroupLost(f"the ranks cannot agree any more: {error}") from error
-        self._broke_off = self.drift = False
+        self._broke_off = self._crowded = self.drift = False
+        self._resize(self.verdict)
         return self.verdict
+
+    def _resize(self, verdict: Verdict) -> None:
+        """All take the size of the rank that measures, but for one that has just told that it has
+        no room: the next size will take that into account."""
+        told, self._unfit_rows = self._unfit_rows, 0
+        if self._controller is not None:
+            if verdict.unfit_rows:
+                unfit = Measure(
+                    budget=verdict.budget,
+                    rows=verdict.unfit_rows,
+                    tokens=0,
+                    seconds=0.0,
+                    out_of_memory=True,
+                )
+                self._decisions = self._controller.observe(unfit)
+        elif verdict.budget and not told:
+            self.budget_tokens = verdict.budget
 
     def _rows_wished(self) -> tuple[int, int]:
         rows = {Pass.FORWARD: 0, Pass.TRAIN: 0}
@@ -214,7 +248,23 @@ class GroupEngine(Engine):
             # The others are not held up: what they gather for this pass, this rank gathers too.
             self._sharded.catch_up()
         self._broke_off = True
-        return super()._undo(composition, error)
+        budget = self.budget_tokens
+        outcome = super()._undo(composition, error)
+        if self._controller is None and self.budget_tokens < budget:
+            self._unfit_rows = composition.rows
+        return outcome
+
+    def _out_of_memory(
+        self, composition: Composition, jobs: list[EngineJob], error: BaseException
+    ) -> Outcome:
+        """Layers that stay gathered go first, on all ranks: then there may be room for the same
+        nano-batch."""
+        if self._sharded is None or not self._sharded.kept_layers:
+            return super()._out_of_memory(composition, jobs, error)
+        logger.warning("out of memory: fewer layers stay gathered")
+        self._drop_partial_batches(jobs)
+        self._crowded = True
+        return Outcome(error=f"out of memory: {error}")
 
     def _drop_partial_batches(self, jobs: list[EngineJob]) -> None:
         super()._drop_partial_batches(jobs)
@@ -335,7 +385,12 @@ class GroupEngine(Engine):
                 self._leaving[failure.job] = {"paused": False, "reason": failure.message}
             else:
                 told.append(failure)
-        return replace(outcome, failures=(*agreed, *told))
+        decisions = (*self._decisions, *outcome.decisions)
+        outcome = replace(outcome, failures=(*agreed, *told), decisions=decisions)
+        if not outcome.is_empty:
+            # Told now; an empty one is told to nobody.
+            self._decisions = ()
+        return outcome
 
     def _own_rows(self, job: EngineJob, sequences: Sequences) -> Sequences:
         if job.part is None:

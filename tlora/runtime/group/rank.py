@@ -29,7 +29,7 @@ from tlora.parallel.exchange import exchange
 from tlora.parallel.mesh import check_runs, join, place_of, shard_mesh
 from tlora.parallel.shard_loading import load_sharded
 from tlora.parallel.sharding import Sharded
-from tlora.runtime.budget import nano_batch_tokens
+from tlora.runtime.budget import nano_batch_tokens, room_for_tokens, tuning
 from tlora.runtime.environment import cache_directory, quieten_libraries
 from tlora.runtime.executors.messages import Attached, Noted, Ready, Said
 from tlora.runtime.executors.worker import Tell, ToldDirectory, ToldProgress
@@ -39,6 +39,7 @@ from tlora.runtime.requests import request_of
 from tlora.runtime.resuming import Resumption, resumption
 from tlora.runtime.sinks import Sinks
 from tlora.runtime.training import adapter_start, compiles, enter_job, load_super_model, show_exact
+from tlora.training.controller import Controller, ControllerSettings
 from tlora.training.driver import JobDriver
 from tlora.training.group_engine import GroupEngine
 from tlora.training.group_loop import GroupLoop, run_group
@@ -116,13 +117,15 @@ class Member:
             parameters = load_shape(spec.base).num_parameters()
             budget = nano_batch_tokens(spec, device, self.data, parameters)
             show_exact(self.model, spec, self.data, budget)
+        self.tuned = self._tuning(spec, device)
         self.engine = GroupEngine(
             self.model,
-            budget_tokens=budget,
+            budget_tokens=self.tuned.start if self.tuned else budget,
             counts=self.counts,
             sharded=sharded,
             spans=lambda job: spans(plan, job),
             exact=exact,
+            controller=Controller(self.tuned) if self.tuned and self.rank == 0 else None,
             # A job that spans ranks must be told of its steps at the same turn on all.
             ahead=None if plan.adapters == "rank_local" else 0,
         )
@@ -148,6 +151,8 @@ class Member:
 
     def run(self, should_stop: Callable[[], bool]) -> bool:
         drivers = self._enter_all()
+        if self.tuned is not None and self.rank == 0:
+            self.recorder.start([], self.tuned)
         try:
             left = run_group(
                 self.engine,
@@ -165,6 +170,14 @@ class Member:
 
     def close(self) -> None:
         self.recorder.close()
+
+    def _tuning(self, spec: RunSpec, device: torch.device) -> ControllerSettings | None:
+        """The plan has a size, which holds unless it is asked to be tuned: then from there, as far
+        as the rank with the least room goes."""
+        if spec.engine.nano_batch_tokens != "tuned":
+            return None
+        room = exchange(str(room_for_tokens(spec, self.model)), counts=self.counts)
+        return tuning(spec, device, budget=self.plan.bucket, fits=min(map(int, room)))
 
     def _records(self, name: str) -> bool:
         """Whether this rank writes the job's files."""
@@ -271,8 +284,8 @@ class Member:
                     loop.enter(driver)
 
     def _move_cost(self) -> float:
-        """Tokens that this rank would train in the time of a move, while which all ranks wait:
-        saving a job takes about as long as taking it in."""
+        """Tokens that this rank would train in the time of a move, for which all ranks wait: saving
+        a job takes about as long as taking it in."""
         if math.isinf(self._entering_s):
             return 0.0
         rate = self.engine.usage.tokens / (time.perf_counter() - self._started)
