@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support import group_faults
-from support.group_faults import lose
+from support.group_faults import lose, stop_rank
 from support.runs import job_file
 
 from tlora.cli.main import main
@@ -156,25 +156,47 @@ def test_a_rank_that_runs_dry_gets_a_job(base: Path, rows: Path, tmp_path: Path)
     assert joined == [1, 0]
 
 
+def torchrun(spec: RunSpec, folder: Path, *options: str, restarts: int = 0) -> list[str]:
+    """The documented command."""
+    (folder / "jobs.yaml").write_text(dump_spec(spec))
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+        *("--max-restarts", str(restarts), "-m", "tlora", "train", str(folder / "jobs.yaml")),
+        *("--output", str(folder / "run"), *options),
+    ]
+
+
 def test_torchrun_starts_the_ranks_too(spec: RunSpec, alone: Path, tmp_path: Path) -> None:
-    """The documented command: the same files, events of all ranks among them."""
-    (tmp_path / "jobs.yaml").write_text(dump_spec(spec))
-    (tmp_path / "plan.yaml").write_text("replicas: 2\nbucket: 128\nadapters: rank_local\n")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-            *("--max-restarts", "0", "-m", "tlora", "train", str(tmp_path / "jobs.yaml")),
-            *("--plan", str(tmp_path / "plan.yaml"), "--output", str(tmp_path / "run")),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
+    """Without a plan by the planner's: the same files, events of all ranks among them; the plan is
+    said once."""
+    done = subprocess.run(torchrun(spec, tmp_path), capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("plan: one group, ") == 1
     same_as_alone(tmp_path / "run", alone, JOBS)
     assert {each["device"] for each in events(tmp_path / "run", "nano_batch")} == {0, 1}
     times = [each["time"] for each in events(tmp_path / "run", "nano_batch")]
     assert times == sorted(times)
+
+
+def test_a_hanging_rank_of_torchrun_is_named_and_replaced(
+    spec: RunSpec, alone: Path, tmp_path: Path
+) -> None:
+    """A stopped rank ends the group within ten seconds; torchrun starts it again, and every job
+    ends as alone."""
+    (tmp_path / "plan.yaml").write_text("replicas: 2\nbucket: 128\nadapters: rank_local\n")
+    command = torchrun(spec, tmp_path, "--plan", str(tmp_path / "plan.yaml"), restarts=1)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as group:
+        try:
+            stopped = stop_rank(1, group.pid, when=tmp_path / "run" / "long" / "metrics.jsonl")
+            _, errors = group.communicate(timeout=80)
+        finally:
+            group.terminate()
+    assert group.returncode == 0, errors
+    (event, *_) = events(tmp_path / "run", "group_lost")
+    assert event["cause"].startswith("rank 1: it has not been heard of for ")
+    assert event["time"] - stopped < 10.0
+    assert event["cause"] in errors
+    same_as_alone(tmp_path / "run", alone, JOBS)
 
 
 def test_a_plan_that_names_no_job_is_refused(spec: RunSpec) -> None:

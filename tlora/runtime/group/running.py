@@ -6,7 +6,9 @@ rank is lost.
 what concerns the whole run.
 """
 
+import io
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,17 +24,19 @@ from tlora.data.prepare import PreparedData
 from tlora.model.loading import load_shape, resolve_device
 from tlora.model.targets import find_targets
 from tlora.parallel.mesh import check_runs, join
+from tlora.parallel.sharding import GroupLost
 from tlora.runtime.checking import check_targets, context_length, prepare_jobs
 from tlora.runtime.data_lines import full_lines, start_lines
 from tlora.runtime.directory import JobResult, RunDirectory, replace_text
 from tlora.runtime.environment import quieten_libraries
 from tlora.runtime.executors.messages import Message, Noted
 from tlora.runtime.group.choosing import planner_for
+from tlora.runtime.group.heartbeat import Heartbeat
 from tlora.runtime.group.plans import check_plan, plan_as_json
 from tlora.runtime.group.supervisor import Ranks
 from tlora.runtime.interrupts import interruptible
 from tlora.runtime.live import choose_progress
-from tlora.runtime.progress import Progress
+from tlora.runtime.progress import Progress, ProgressLines
 from tlora.runtime.resuming import check_unchanged, finished
 from tlora.runtime.scheduled import Lead, device_names
 from tlora.runtime.sinks import check_trackers
@@ -89,24 +93,50 @@ def train_in_group(
 def train_as_rank(
     spec: RunSpec, *, output: Path | str, plan: Plan, fresh: bool = False
 ) -> RunResult:
-    """One rank of a group that was started from outside; all of them see the same directory."""
-    from tlora.runtime.group.rank import run_rank
-
+    """One rank of a group that was started from outside; all of them see the same directory. When
+    a rank hangs or raises, all of them end, and the cause is said and on record."""
     join()
     check_runs(plan, dist.get_world_size())
-    rank = dist.get_rank()
-    progress = choose_progress()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    progress = choose_progress() if rank == 0 else ProgressLines(io.StringIO())
     whole = _Whole(spec, plan, Path(output), progress, leads=rank == 0)
+    beats = Heartbeat(rank, world, lost=whole.lost)
+    try:
+        result = _train_as_rank(whole, rank, fresh=fresh)
+    except Exception as error:
+        if not isinstance(error, TloraError) and not _follows(error):
+            whole.lost(f"rank {rank}: {type(error).__name__}: {error}".splitlines()[0])
+        raise
+    finally:
+        beats.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
+
+
+def _follows(error: Exception) -> bool:
+    """Whether it broke because another rank did: collectives have no type of their own for it."""
+    if isinstance(error, GroupLost | dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        word in str(error) for word in ("gloo", "Connection", "NCCL")
+    )
+
+
+def _train_as_rank(whole: "_Whole", rank: int, *, fresh: bool) -> RunResult:
+    from tlora.runtime.group.rank import run_rank
+
+    world = dist.get_world_size()
     if rank == 0:
         whole.begin(fresh=fresh)
     dist.barrier()
     jobs = whole.unfinished()
-    with interruptible(on_first=progress.on_interrupt) as interrupt:
+    with interruptible(on_first=whole.progress.on_interrupt) as interrupt:
         if jobs:
             tell = whole.hear if rank == 0 else whole.note
             run_rank(
                 whole.directory.root.resolve(),
-                plan,
+                whole.plan,
                 jobs,
                 lambda message: tell(rank, message),
                 should_stop=interrupt,
@@ -114,12 +144,9 @@ def train_as_rank(
         whole.close_notes()
         dist.barrier()
         if rank == 0:
-            whole.gather_notes(dist.get_world_size())
+            whole.gather_notes(world)
         stopped = interrupt.asked and bool(whole.unfinished())
-    result = whole.finish(interrupted=stopped)
-    dist.barrier()
-    dist.destroy_process_group()
-    return result
+    return whole.finish(interrupted=stopped)
 
 
 class _Whole:
@@ -217,6 +244,11 @@ class _Whole:
 
     def _notes(self, rank: int) -> Path:
         return self.directory.root / f".notes-{rank}.jsonl"
+
+    def lost(self, cause: str) -> None:
+        """Said, and on record; by any rank, since the one that leads may be the one."""
+        print(f"{cause}; the group ends, the same command goes on", file=sys.stderr, flush=True)
+        RunDirectory(self.directory.root).event("group_lost", cause=cause, ranks=self.plan.gpus)
 
     def follow(self, cause: str, plan: Plan, profile: str | None) -> Plan:
         """The plan to go on with. Raises TloraError if there is none."""
