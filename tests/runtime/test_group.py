@@ -16,10 +16,13 @@ from tlora.config import dump_spec, load_spec
 from tlora.core.errors import SpecError
 from tlora.core.job import RunSpec
 from tlora.core.plan import Plan
+from tlora.runtime import report_data
 from tlora.runtime.group import supervisor
 from tlora.runtime.group.choosing import fastest_plan
 from tlora.runtime.group.plans import check_plan
 from tlora.runtime.group.running import train_in_group
+from tlora.runtime.report_tables import traffic_rows
+from tlora.runtime.run_log import read_run
 from tlora.runtime.training import train
 
 pytestmark = pytest.mark.multi_process
@@ -89,7 +92,14 @@ def test_a_plan_leaves_what_one_process_leaves(spec: RunSpec, alone: Path, tmp_p
         assert each["collectives"]["gradient"]["calls"] == 24
         assert 0 < each["utilisation"] <= 1
     page = (tmp_path / "report.html").read_text()
-    assert 'id="ranks"' in page and "gradient: 24 x" in page
+    assert 'id="ranks"' in page and 'id="traffic"' in page
+    traffic = {row.kind: row for row in traffic_rows(read_run(tmp_path))}
+    assert traffic["gradient"].calls == 24 and traffic["gradient"].seconds
+    assert traffic["backbone"].num_bytes > traffic["control"].num_bytes
+    drawn = report_data.placement(read_run(tmp_path))
+    assert drawn is not None and [each["name"] for each in drawn] == ["rank 0", "rank 1"]
+    for each in drawn:
+        assert any(stay[0] == JOBS.index("long") for stay in each["stays"])  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
