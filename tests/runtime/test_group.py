@@ -2,18 +2,16 @@
 
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support import group_faults
-from support.group_faults import lose
+from support.group_faults import lose, stop_rank
 from support.runs import job_file
 
 from tlora.cli.main import main
@@ -21,12 +19,14 @@ from tlora.config import dump_spec, load_spec
 from tlora.core.errors import SpecError
 from tlora.core.job import RunSpec
 from tlora.core.plan import Plan
+from tlora.runtime import report_data
 from tlora.runtime.group import supervisor
 from tlora.runtime.group.choosing import fastest_plan
 from tlora.runtime.group.plans import check_plan
 from tlora.runtime.group.running import train_in_group
-from tlora.runtime.group.supervisor import Ranks
 from tlora.runtime.progress import ProgressLines
+from tlora.runtime.report_tables import traffic_rows
+from tlora.runtime.run_log import read_run
 from tlora.runtime.training import train
 
 pytestmark = pytest.mark.multi_process
@@ -96,7 +96,14 @@ def test_a_plan_leaves_what_one_process_leaves(spec: RunSpec, alone: Path, tmp_p
         assert each["collectives"]["gradient"]["calls"] == 2 * 24
         assert 0 < each["utilisation"] <= 1
     page = (tmp_path / "report.html").read_text()
-    assert 'id="ranks"' in page and "gradient: 48 x" in page
+    assert 'id="ranks"' in page and 'id="traffic"' in page
+    traffic = {row.kind: row for row in traffic_rows(read_run(tmp_path))}
+    assert traffic["gradient"].calls == 48 and traffic["gradient"].seconds
+    assert traffic["backbone"].num_bytes > traffic["control"].num_bytes
+    drawn = report_data.placement(read_run(tmp_path))
+    assert drawn is not None and [each["name"] for each in drawn] == ["rank 0", "rank 1"]
+    for each in drawn:
+        assert any(stay[0] == JOBS.index("long") for stay in each["stays"])  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -207,25 +214,47 @@ def test_the_size_of_nano_batches_is_tuned_where_that_is_asked_for(
     assert measured and {each["device"] for each in measured} == {0}
 
 
+def torchrun(spec: RunSpec, folder: Path, *options: str, restarts: int = 0) -> list[str]:
+    """The documented command."""
+    (folder / "jobs.yaml").write_text(dump_spec(spec))
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+        *("--max-restarts", str(restarts), "-m", "tlora", "train", str(folder / "jobs.yaml")),
+        *("--output", str(folder / "run"), *options),
+    ]
+
+
 def test_torchrun_starts_the_ranks_too(spec: RunSpec, alone: Path, tmp_path: Path) -> None:
-    """The documented command: the same files, events of all ranks among them."""
-    (tmp_path / "jobs.yaml").write_text(dump_spec(spec))
-    (tmp_path / "plan.yaml").write_text("replicas: 2\nbucket: 128\nadapters: rank_local\n")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-            *("--max-restarts", "0", "-m", "tlora", "train", str(tmp_path / "jobs.yaml")),
-            *("--plan", str(tmp_path / "plan.yaml"), "--output", str(tmp_path / "run")),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
+    """Without a plan by the planner's: the same files, events of all ranks among them; the plan is
+    said once."""
+    done = subprocess.run(torchrun(spec, tmp_path), capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("plan: one group, ") == 1
     same_as_alone(tmp_path / "run", alone, JOBS)
     assert {each["device"] for each in events(tmp_path / "run", "nano_batch")} == {0, 1}
     times = [each["time"] for each in events(tmp_path / "run", "nano_batch")]
     assert times == sorted(times)
+
+
+def test_a_hanging_rank_of_torchrun_is_named_and_replaced(
+    spec: RunSpec, alone: Path, tmp_path: Path
+) -> None:
+    """A stopped rank ends the group within ten seconds; torchrun starts it again, and every job
+    ends as alone."""
+    (tmp_path / "plan.yaml").write_text("replicas: 2\nbucket: 128\nadapters: rank_local\n")
+    command = torchrun(spec, tmp_path, "--plan", str(tmp_path / "plan.yaml"), restarts=1)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as group:
+        try:
+            stopped = stop_rank(1, group.pid, when=tmp_path / "run" / "long" / "metrics.jsonl")
+            _, errors = group.communicate(timeout=80)
+        finally:
+            group.terminate()
+    assert group.returncode == 0, errors
+    (event, *_) = events(tmp_path / "run", "group_lost")
+    assert event["cause"].startswith("rank 1: it has not been heard of for ")
+    assert event["time"] - stopped < 10.0
+    assert event["cause"] in errors
+    same_as_alone(tmp_path / "run", alone, JOBS)
 
 
 def test_a_plan_that_names_no_job_is_refused(spec: RunSpec) -> None:

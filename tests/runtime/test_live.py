@@ -10,9 +10,9 @@ from rich.console import Console
 
 from tlora.runtime.directory import JobResult
 from tlora.runtime.live import LiveProgress, Screen, choose_progress
-from tlora.runtime.live_table import JobRow, Totals, draw
+from tlora.runtime.live_table import JobRow, RankRow, Totals, draw
 from tlora.runtime.pace import FALLING, LEVEL, RISING, Pace, Trend
-from tlora.runtime.progress import ProgressLines
+from tlora.runtime.progress import ProgressLines, RankUsage
 from tlora.training.compose import Kind
 from tlora.training.driver import Status
 from tlora.training.outcome import Outcome, StepDone
@@ -255,3 +255,39 @@ def test_plain_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch)
     assert isinstance(choose_progress(Terminal(io.BytesIO(), "ascii")), ProgressLines)
     monkeypatch.setenv("TERM", "dumb")
     assert isinstance(choose_progress(Terminal(io.BytesIO(), "utf-8")), ProgressLines)
+
+
+def usage(rank: int, seconds: float, tokens: int, jobs: tuple[str, ...] = ("a", "b")) -> RankUsage:
+    return RankUsage(rank, jobs, 10, 1, tokens, seconds, seconds / 4)
+
+
+def test_ranks_are_shown_with_their_jobs() -> None:
+    """A job that spans ranks on each of them; the rate of the last while, and what time goes to."""
+    view = LiveProgress(Console(width=100, height=30, file=io.StringIO()))
+    view.start([], 128)
+    view.on_rank(usage(1, 1.0, 0, jobs=("b",)))
+    view.on_rank(usage(0, 1.0, 0))
+    view.on_rank(usage(0, 3.0, 5000))
+    lines = ["".join(text for text, _ in line) for line in view._draw().lines]
+    at = lines.index("rank   tok/s  empty  comm.  jobs")
+    assert lines[at + 1].split() == ["0", "2,500", "10%", "25%", "a,", "b"]
+    assert lines[at + 2].split() == ["1", "0", "10%", "25%", "b"]
+    # Another group, of fewer.
+    view.on_rank(usage(0, 0.5, 10))
+    lines = ["".join(text for text, _ in line) for line in view._draw().lines]
+    view.close()
+    at = lines.index("rank   tok/s  empty  comm.  jobs")
+    assert lines[at + 1].split()[:2] == ["0", "20"] and lines[at + 2] == ""
+
+
+@pytest.mark.parametrize("height", [4, 9, 12, 24])
+def test_many_ranks_leave_room_for_the_jobs(height: int) -> None:
+    """A third of the lines at most, those with the most empty turns among them; none on a screen
+    too small for both."""
+    ranks = [RankRow(at, ("a",) * 50, 10.0, at / 100, 0.5) for at in range(64)]
+    found = draw([row("a")], TOTALS, width=80, height=height, ranks=ranks)
+    lines = ["".join(text for text, _ in line) for line in found]
+    assert len(lines) <= max(4, height) + 1 and max(map(len, lines)) <= 80
+    shown = [line for line in lines if line[:4].strip().isdigit()]
+    assert len(shown) <= height // 3
+    assert height < 12 or (shown[-1].startswith("  63") and "more ranks" in "".join(lines))

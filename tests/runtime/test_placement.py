@@ -39,3 +39,36 @@ def test_a_job_that_was_lost_with_its_device_left_when_it_came_again() -> None:
 
 def test_a_run_on_one_device_has_no_stays() -> None:
     assert stays([Attendance(0.0, "a", True), Attendance(1.0, "a", False)], until=1.0) == []
+
+
+def test_a_job_that_spans_ranks_stays_on_each() -> None:
+    """From its coming to its going, beside those that are on one."""
+    found = stays(
+        [
+            Attendance(0.0, "wide", True, 0, ranks=3),
+            Attendance(1.0, "one", True, 1),
+            Attendance(4.0, "wide", False, 0),
+        ],
+        until=9.0,
+    )
+    assert [(each.job, each.device, each.began, each.ended) for each in found] == [
+        ("wide", 0, 0.0, 4.0),
+        ("wide", 1, 0.0, 4.0),
+        ("one", 1, 1.0, 9.0),
+        ("wide", 2, 0.0, 4.0),
+    ]
+
+
+def test_a_lost_group_ends_all_stays() -> None:
+    """Those that come again begin anew, and with fewer ranks."""
+    found = stays(
+        [Attendance(0.0, "wide", True, 0, ranks=2), Attendance(5.0, "wide", True, 0)],
+        until=8.0,
+        lost=[3.0],
+    )
+    assert [(each.device, each.began, each.ended) for each in found] == [
+        (0, 0.0, 3.0),
+        (0, 5.0, 8.0),
+        (1, 0.0, 3.0),
+    ]
+    assert [each.ended for each in stays([Attendance(0.0, "j", True, 0)], 8.0, [3.0])] == [3.0]

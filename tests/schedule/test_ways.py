@@ -16,14 +16,14 @@ from tlora.schedule.ways import WORTH_A_GROUP, choose_way, group_plan, is_apart
 
 
 def planner(
-    jobs: list[JobRequest], *, device_gib: float | None = None, local_only: bool = False
+    jobs: list[JobRequest], *, device_gib: float | None = None, exact: bool = False
 ) -> Planner:
     profile = paper_profile("llama-8b")
     if device_gib is not None:
         memory = replace(profile.memory, device_bytes=int(device_gib * 2**30), outside_bytes=0)
         profile = replace(profile, memory=memory)
     costs = Costs({"llama": profile}, uniform_cluster(64))
-    return Planner(costs, jobs, layout=NAMED["llama-8b"], local_only=local_only)
+    return Planner(costs, jobs, layout=NAMED["llama-8b"], exact=exact)
 
 
 MANY = [request(f"j{at}", batch=4) for at in range(16)]
@@ -77,11 +77,12 @@ def test_little_is_not_worth_a_group() -> None:
     assert (True, False) in seen and any(group for _, group in seen)
 
 
-def test_where_bits_count_no_job_spans_ranks() -> None:
-    """Exact isolation: a job alone stays on one device; a base in shards is still one."""
-    assert choose_way(planner(ONE, local_only=True), 2).plan is None
-    way = choose_way(planner(MANY, device_gib=18, local_only=True), 4)
-    assert way.plan is not None and way.plan.adapters == "rank_local"
+def test_where_bits_count_no_job_spans_ranks_and_no_base_is_sharded() -> None:
+    """Exact isolation: a job alone stays on one device; what does not fit whole is refused."""
+    assert choose_way(planner(ONE, exact=True), 2).plan is None
+    assert group_plan(planner(ONE, exact=True), 2).plan != group_plan(planner(ONE), 2).plan
+    with pytest.raises(SpecError, match=r"nothing fits on 4 GPUs: the least, .*fsdp: 1,"):
+        choose_way(planner(MANY, device_gib=18, exact=True), 4)
 
 
 def test_ranks_that_were_started_are_all_used() -> None:

@@ -1,6 +1,7 @@
 """Ranks that are lost: a process with a fault in it, or one that is sent a signal."""
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -33,11 +34,7 @@ def lose(when: Path, number: int, rank: int, lost: list[float]) -> Callable[[Ran
     """Send a signal to a rank of the first group once this file has some lines."""
 
     def watch(pid: int) -> None:
-        until = time.monotonic() + 100
-        while time.monotonic() < until:
-            if when.exists() and len(when.read_text().splitlines()) >= 5:
-                break
-            time.sleep(0.05)
+        wait_for_lines(when)
         lost.append(time.time())
         os.kill(pid, number)
 
@@ -46,3 +43,26 @@ def lose(when: Path, number: int, rank: int, lost: list[float]) -> Callable[[Ran
             threading.Thread(target=watch, args=(ranks.pids[rank],), daemon=True).start()
 
     return on_start
+
+
+def wait_for_lines(path: Path, *, lines: int = 5) -> None:
+    until = time.monotonic() + 100
+    while time.monotonic() < until:
+        if path.exists() and len(path.read_text().splitlines()) >= lines:
+            break
+        time.sleep(0.05)
+
+
+def stop_rank(rank: int, launcher: int, *, when: Path) -> float:
+    """SIGSTOP to a rank that this process started, once this file has some lines: the time."""
+    wait_for_lines(when)
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            environment = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if parent == launcher and f"RANK={rank}".encode() in environment:
+            os.kill(int(folder.name), signal.SIGSTOP)
+            return time.time()
+    raise AssertionError(f"the launcher has no rank {rank}")

@@ -74,10 +74,13 @@ def train(
     overrides = [*(override or ()), *([f"engine.isolation={isolation}"] if isolation else ())]
     spec = load_spec(file, overrides)
     folder = output or Path("runs") / file.stem
+    started = started_ranks()
+    if started is not None and started.attempt:
+        # What the first attempt has trained is to be gone on with.
+        fresh = False
     if fresh and not yes:
         ask_to_start_over(folder)
 
-    started = started_ranks()
     run = _Run(spec, folder, devices, fresh=fresh, profile=profile, started=started)
     if plan is not None:
         result = run.with_plan(plan)

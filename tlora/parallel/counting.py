@@ -1,5 +1,8 @@
 """What communication costs: every collective of a run, counted by what it was for."""
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 
@@ -30,6 +33,10 @@ class Tally:
     num_bytes: int = 0
     """That reach this rank, its own part included."""
 
+    seconds: float = 0.0
+    """That this rank was in them, waiting for others included; 0 where nobody takes the time, as
+    of gatherings that run beside the computing."""
+
 
 @dataclass(slots=True)
 class Counts:
@@ -44,13 +51,25 @@ class Counts:
         tally.calls += 1
         tally.num_bytes += num_bytes
 
+    @contextmanager
+    def timed(self, purpose: Purpose) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.by_purpose[purpose].seconds += time.perf_counter() - began
+
+    @property
+    def seconds(self) -> float:
+        return sum(tally.seconds for tally in self.by_purpose.values())
+
     def calls(self, purpose: Purpose) -> int:
         return self.by_purpose[purpose].calls
 
-    def as_json(self) -> dict[str, dict[str, int]]:
+    def as_json(self) -> dict[str, dict[str, float]]:
         """Of what happened at all."""
         return {
-            purpose.value: asdict(tally)
+            purpose.value: asdict(tally) | {"seconds": round(tally.seconds, 4)}
             for purpose, tally in self.by_purpose.items()
             if tally.calls
         }

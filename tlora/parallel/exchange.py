@@ -9,6 +9,11 @@ from tlora.parallel.counting import Counts, Purpose, gather_into
 
 def exchange(text: str, *, counts: Counts, purpose: Purpose = Purpose.FIGURES) -> list[str]:
     """By rank."""
+    with counts.timed(purpose):
+        return _exchange(text, counts, purpose)
+
+
+def _exchange(text: str, counts: Counts, purpose: Purpose) -> list[str]:
     data = text.encode()
     longest = torch.tensor([len(data)], dtype=torch.int64)
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)

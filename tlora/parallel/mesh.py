@@ -3,6 +3,7 @@
 import datetime
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,8 +56,28 @@ def join(*, timeout_s: float = 600.0) -> torch.device:
         dist.init_process_group(
             "cuda:nccl,cpu:gloo" if on_gpus else "gloo",
             timeout=datetime.timedelta(seconds=timeout_s),
+            **_again(timeout_s),
         )
     return device
+
+
+def _again(timeout_s: float) -> dict[str, Any]:
+    """Where a launcher has started the ranks again they meet at the store of the first attempt,
+    which has the addresses of those that are gone: they take names of their own in it."""
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if not attempt or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return {}
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    return {
+        "store": dist.PrefixStore(f"tlora/attempt/{attempt}", store),
+        "rank": int(os.environ["RANK"]),
+        "world_size": int(os.environ["WORLD_SIZE"]),
+    }
 
 
 def shard_mesh(plan: Plan, device: torch.device) -> DeviceMesh:

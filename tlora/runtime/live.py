@@ -8,6 +8,8 @@ between drawings that they take no more than a small share of the time.
 import sys
 import threading
 import time
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -20,11 +22,12 @@ from rich.text import Text
 
 from tlora.runtime.directory import JobResult
 from tlora.runtime.figures import loss_figure, together
-from tlora.runtime.live_table import STYLES, JobRow, Line, Totals, draw
+from tlora.runtime.live_table import STYLES, JobRow, Line, RankRow, Totals, draw
 from tlora.runtime.pace import Pace, Trend
 from tlora.runtime.progress import (
     Progress,
     ProgressLines,
+    RankUsage,
     closing_lines,
     end_line,
     worth_a_line,
@@ -39,6 +42,9 @@ COST_SHARE = 0.005
 
 ALL = ""
 """Stands for the group where a job's name would: no job is called so."""
+
+RANK_PAST = 20
+"""Of what each rank has told, once a second, its rate is taken over."""
 
 WORDS = {
     Status.COMPLETED: "done",
@@ -87,6 +93,9 @@ class LiveProgress:
         self._told: set[str] = set()
         """Jobs whose ends were told: their files are on disk."""
 
+        self._ranks: dict[int, deque[RankUsage]] = {}
+        """By rank, the last of what each has told."""
+
         self._rows = 0
         self._stopping = False
         self._started = time.perf_counter()
@@ -134,6 +143,13 @@ class LiveProgress:
         if worth_a_line(result, len(self._drivers)):
             self.say(end_line(result))
 
+    def on_rank(self, usage: RankUsage) -> None:
+        past = self._ranks.get(usage.rank)
+        if past and usage.seconds < past[-1].seconds:
+            # Another group, perhaps of fewer.
+            self._ranks = {}
+        self._ranks.setdefault(usage.rank, deque(maxlen=RANK_PAST)).append(usage)
+
     def on_interrupt(self) -> None:
         # Called by a signal handler, perhaps in the midst of drawing: the next drawing says it.
         self._stopping = True
@@ -177,7 +193,8 @@ class LiveProgress:
         width, height = self.console.size
         rows = [self._row(driver, now) for driver in self._drivers]
         # The line below the last one belongs to the cursor.
-        return Screen(draw(rows, self._totals(now), width=width, height=height - 1))
+        ranks = [rank_row(past) for _, past in sorted(self._ranks.copy().items())]
+        return Screen(draw(rows, self._totals(now), width=width, height=height - 1, ranks=ranks))
 
     def _row(self, driver: JobDriver, now: float) -> JobRow:
         name, step = driver.name, driver.step
@@ -233,6 +250,19 @@ class LiveProgress:
         for result in over.values():
             table.add_row(*final_cells(result))
         return table
+
+
+def rank_row(past: Sequence[RankUsage]) -> RankRow:
+    """The rate is of the last while, the shares are of all."""
+    first, last = past[0], past[-1]
+    since_s, since = (first.seconds, first.tokens) if len(past) > 1 else (0.0, 0)
+    return RankRow(
+        rank=last.rank,
+        jobs=last.jobs,
+        tokens_per_s=(last.tokens - since) / max(last.seconds - since_s, 1e-9),
+        empty=last.empty / max(1, last.turns),
+        communication=last.communication_s / max(last.seconds, 1e-9),
+    )
 
 
 def tokens_left(drivers: list[JobDriver]) -> float | None:

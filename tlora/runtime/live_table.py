@@ -65,6 +65,20 @@ class Totals:
 
 
 @dataclass(frozen=True, slots=True)
+class RankRow:
+    """A rank of a group."""
+
+    rank: int
+    jobs: Sequence[str]
+    tokens_per_s: float
+    empty: float
+    """Of its turns, those without work."""
+
+    communication: float
+    """Of its time, in collectives and waiting for others in them."""
+
+
+@dataclass(frozen=True, slots=True)
 class Column:
     title: str
     width: int
@@ -103,15 +117,43 @@ class Layout:
         return [*line, (plain.rstrip(), "")]
 
 
-def draw(rows: Sequence[JobRow], totals: Totals, *, width: int, height: int) -> list[Line]:
-    """At most `height` lines, four at least, of at most `width` characters."""
-    foot = footer(rows, totals, width)
+def draw(
+    rows: Sequence[JobRow],
+    totals: Totals,
+    *,
+    width: int,
+    height: int,
+    ranks: Sequence[RankRow] = (),
+) -> list[Line]:
+    """At most `height` lines, four at least, of at most `width` characters. Ranks have a third of
+    them at most."""
+    foot = [*rank_lines(ranks, room=height // 3), *footer(rows, totals, width)]
     shown, hidden = choose(rows, room=max(1, height - 1 - len(foot)))
     layout = choose_layout(shown, width)
     lines = [layout.header(), *(layout.line(row) for row in shown)]
     if hidden:
         lines.append([(f"+ {len(hidden)} more: {counted(hidden)}{course(hidden)}", "dim")])
     return [cut(line, width) for line in [*lines, *foot]]
+
+
+def rank_lines(ranks: Sequence[RankRow], room: int) -> list[Line]:
+    """Who is on which rank, and what its time goes to: those with the most empty turns first where
+    not all fit. Nothing where there are no ranks, or no room for two of them."""
+    if not ranks or room < 4:
+        return []
+    room -= 2
+    shown = list(ranks)
+    if len(ranks) > room:
+        fewest = sorted(ranks, key=lambda row: -row.empty)[: room - 1]
+        shown = [row for row in ranks if row in fewest]
+    lines: list[Line] = [[], [("rank   tok/s  empty  comm.  jobs", "bold")]]
+    for row in shown:
+        figures = f"{rate_figure(row.tokens_per_s):>6}  {row.empty:5.0%}  {row.communication:5.0%}"
+        jobs = ", ".join(row.jobs) or "none"
+        lines.append([(f"{row.rank:4}  {figures}  {jobs}", "")])
+    if len(shown) < len(ranks):
+        lines.append([(f"+ {len(ranks) - len(shown)} more ranks with fewer empty turns", "dim")])
+    return lines
 
 
 def cut(line: Line, width: int) -> Line:

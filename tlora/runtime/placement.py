@@ -19,18 +19,29 @@ class Stay:
     """Among those of its device: no two of one lane overlap."""
 
 
-def stays(attendance: Iterable[Attendance], until: float) -> list[Stay]:
-    """By device and begin. Jobs that are still there stay until then; comings and goings of a run
-    on one device, which have no device, are left out."""
-    open_: dict[str, tuple[int, float]] = {}
+def stays(attendance: Iterable[Attendance], until: float, lost: Sequence[float] = ()) -> list[Stay]:
+    """By device and begin; a job that spans ranks stays on each of them. Jobs that are still there
+    stay until then, or until their group was `lost`; comings and goings of a run on one device,
+    which have no device, are left out."""
+    open_: dict[str, tuple[range, float]] = {}
     found: list[tuple[int, float, float, str]] = []
-    for each in attendance:
+
+    def close(job: str, at: float) -> None:
         # One that comes again without having gone was lost with its device.
-        if (before := open_.pop(each.job, None)) is not None:
-            found.append((*before, each.at, each.job))
+        devices, began = open_.pop(job, (range(0), 0.0))
+        found.extend((device, began, max(at, began), job) for device in devices)
+
+    losses = sorted(lost, reverse=True)
+    for each in attendance:
+        while losses and losses[-1] <= each.at:
+            at = losses.pop()
+            for job in list(open_):
+                close(job, at)
+        close(each.job, each.at)
         if each.came and each.device is not None:
-            open_[each.job] = (each.device, each.at)
-    found += [(*there, max(until, there[1]), job) for job, there in open_.items()]
+            open_[each.job] = (range(each.device, each.device + each.ranks), each.at)
+    for job in list(open_):
+        close(job, min([until, *losses]))
     return in_lanes(sorted(found))
 
 

@@ -130,13 +130,13 @@ class Ground:
     chosen: ChosenProfile
     layout: BaseLayout
     exact: bool
-    """Bits count: no job may span ranks."""
+    """Bits count: no job may span ranks, and no base be in shards."""
 
     def planner(self, gpus: int, *, per_node: int = 8) -> Planner:
         """For so many GPUs, and for what would fit on more."""
         cluster = cluster_of(self.device_type, max(gpus, MOST_NAMED), per_node=per_node)
         costs = new_costs(self.chosen.profile, self.requests, cluster)
-        return Planner(costs, self.requests, layout=self.layout, local_only=self.exact)
+        return Planner(costs, self.requests, layout=self.layout, exact=self.exact)
 
 
 def look_into(
@@ -177,7 +177,7 @@ def plan_run(
         ground.chosen,
         policy=policy,
         layout=ground.layout,
-        local_only=ground.exact,
+        exact=ground.exact,
     )
 
 
@@ -189,7 +189,7 @@ def plan_requests(
     policy: str,
     settings: Settings | None = None,
     layout: BaseLayout | None = None,
-    local_only: bool = False,
+    exact: bool = False,
 ) -> RunPlan:
     """What the policy decides with all of them there at once and nothing running, and how each of
     its groups, or all jobs as one group, could be laid over their GPUs."""
@@ -213,9 +213,7 @@ def plan_requests(
         jobs=tuple(_planned_job(each, state, costs, rates, fair) for each in requests),
         decisions=tuple(decisions),
         refused=tuple(name for name, how in state.outcomes.items() if how == "refused"),
-        one_group=Planner(costs, requests, layout=layout, local_only=local_only).choose(
-            len(cluster)
-        )
+        one_group=Planner(costs, requests, layout=layout, exact=exact).choose(len(cluster))
         if len(cluster) > 1
         else None,
     )

@@ -2,6 +2,8 @@
 
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Protocol, TextIO
@@ -10,6 +12,27 @@ from tlora.runtime.directory import JobResult
 from tlora.runtime.figures import duration_figure, together
 from tlora.training.driver import JobDriver, Status
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
+
+USAGE = "usage"
+"""What ranks note of their `RankUsage`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankUsage:
+    """Of a rank of a group, since it began to train."""
+
+    rank: int
+    jobs: Sequence[str]
+    """That are there now, those that span ranks among them."""
+
+    turns: int
+    empty: int
+    """Of these, without work."""
+
+    tokens: int
+    seconds: float
+    communication_s: float
+    """In collectives, waiting for other ranks included, as far as it is known."""
 
 
 class Progress(Protocol):
@@ -26,6 +49,10 @@ class Progress(Protocol):
     def on_evaluation(self, driver: JobDriver, done: EvaluationDone) -> None: ...
 
     def on_end(self, result: JobResult) -> None: ...
+
+    def on_rank(self, usage: RankUsage) -> None:
+        """Of a run by a group of ranks: now and then, from each."""
+        ...
 
     def on_interrupt(self) -> None:
         """Called by a signal handler: at any moment, in the main thread."""
@@ -90,6 +117,9 @@ class ProgressLines:
     def on_end(self, result: JobResult) -> None:
         if worth_a_line(result, len(self._drivers)):
             self.say(end_line(result))
+
+    def on_rank(self, usage: RankUsage) -> None:
+        pass
 
     def on_interrupt(self) -> None:
         self.say("stopping after this nano-batch; press Ctrl-C again to leave at once")

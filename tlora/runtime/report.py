@@ -23,6 +23,7 @@ from tlora.runtime.report_tables import (
     rank_rows,
     setting_columns,
     shared_settings,
+    traffic_rows,
 )
 from tlora.runtime.run_log import RunLog, read_run
 
@@ -76,6 +77,7 @@ def render(log: RunLog) -> str:
         troubled=[job for job in jobs if job.reason],
         preferences=preference_rows(log),
         ranks=rank_rows(log),
+        traffic=traffic_rows(log),
         columns=setting_columns(log),
         shared=shared_settings(log),
         style=Markup((REPORT / "report.css").read_text(encoding="utf-8")),

@@ -138,13 +138,15 @@ def bars(
 def placement(log: RunLog) -> list[dict[str, object]] | None:
     """Device by device, who was there when; None for a run on one."""
     index = {job.name: at for at, job in enumerate(log.jobs)}
-    found = [stay for stay in stays_of(log.attendance, log.seconds) if stay.job in index]
+    lost = [each.at for each in log.lost]
+    found = [stay for stay in stays_of(log.attendance, log.seconds, lost) if stay.job in index]
     devices = sorted({stay.device for stay in found})
     if not devices:
         return None
     return [
         {
             "device": device,
+            "name": f"{'rank' if log.about.get('plan') else 'device'} {device}",
             "lanes": 1 + max(stay.lane for stay in found if stay.device == device),
             "stays": [
                 [index[stay.job], stay.lane, round(stay.began, 2), round(stay.ended, 2)]

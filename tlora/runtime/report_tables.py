@@ -4,7 +4,7 @@ between jobs and those they share."""
 import json
 from dataclasses import dataclass
 
-from tlora.runtime.run_log import JobLog, RunLog
+from tlora.runtime.run_log import JobLog, Record, RunLog
 from tlora.runtime.settings import default_settings
 from tlora.training.preference import FIGURES
 
@@ -15,6 +15,16 @@ SYMBOLS = {
     "paused": "‖",
     "unfinished": "…",
 }
+
+
+MEANINGS = {
+    "control": "what all ranks run next, agreed before each nano-batch; waiting for the slowest",
+    "backbone": "frozen weights, gathered from the ranks that hold a part each; beside computing",
+    "gradient": "sums of jobs that span ranks, one at each of their steps",
+    "figures": "losses of evaluations that span ranks; who begins where",
+    "moving": "jobs that change ranks",
+}
+"""Of kinds of communication."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +70,27 @@ class RankRow:
     turns: int
     empty: int
     utilisation: float
-    received: dict[str, str]
-    """By purpose: calls and bytes."""
+    communication: float | None
+    """Of its time, in collectives and waiting for others in them; None where it was not taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficRow:
+    """What one kind of communication has cost, all ranks together."""
+
+    kind: str
+    meaning: str
+    calls: int
+    """Of one rank, the one that has most."""
+
+    num_bytes: int
+    """That reached all ranks."""
+
+    seconds: float | None
+    """Of one rank, on average; None where nobody took the time."""
+
+    share: float | None
+    """Of the ranks' time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +213,16 @@ def key(value: object) -> float | str:
     return float(value) if isinstance(value, int | float) else shown(value)
 
 
-def rank_rows(log: RunLog) -> list[RankRow]:
+def read_ranks(log: RunLog) -> list[Record]:
     """Of the last group of ranks, if there was one and it came to its end."""
     try:
-        ranks = json.loads((log.root / "group.json").read_text())["ranks"]
+        return json.loads((log.root / "group.json").read_text())["ranks"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def rank_rows(log: RunLog) -> list[RankRow]:
+    try:
         return [
             RankRow(
                 rank=each["rank"],
@@ -196,12 +231,40 @@ def rank_rows(log: RunLog) -> list[RankRow]:
                 turns=each["turns"],
                 empty=each["empty"],
                 utilisation=each["utilisation"],
-                received={
-                    purpose: f"{tally['calls']:,} x {tally['num_bytes'] // tally['calls']:,} bytes"
-                    for purpose, tally in each["collectives"].items()
-                },
+                communication=communication_share(each),
             )
-            for each in ranks
+            for each in read_ranks(log)
         ]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return []
+
+
+def communication_share(rank: Record) -> float | None:
+    """Of its time, as far as it was taken."""
+    spent = sum(tally.get("seconds", 0.0) for tally in rank["collectives"].values())
+    return spent / rank["seconds"] if spent and rank.get("seconds") else None
+
+
+def traffic_rows(log: RunLog) -> list[TrafficRow]:
+    """By kind, the one with the most bytes first."""
+    ranks = read_ranks(log)
+    try:
+        kinds = dict.fromkeys(kind for each in ranks for kind in each["collectives"])
+        total = sum(each.get("seconds", 0.0) for each in ranks)
+        rows: list[TrafficRow] = []
+        for kind in kinds:
+            tallies = [each["collectives"].get(kind, {}) for each in ranks]
+            spent = sum(tally.get("seconds", 0.0) for tally in tallies)
+            rows.append(
+                TrafficRow(
+                    kind=kind,
+                    meaning=MEANINGS.get(kind, ""),
+                    calls=max(tally.get("calls", 0) for tally in tallies),
+                    num_bytes=sum(tally.get("num_bytes", 0) for tally in tallies),
+                    seconds=spent / len(ranks) if spent else None,
+                    share=spent / total if spent and total else None,
+                )
+            )
+    except (KeyError, TypeError):
+        return []
+    return sorted(rows, key=lambda row: -row.num_bytes)

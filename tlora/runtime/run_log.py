@@ -51,6 +51,9 @@ class Attendance:
     device: int | None = None
     """Of several."""
 
+    ranks: int = 1
+    """That it spans, from that device on."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
@@ -66,6 +69,14 @@ class Placed:
 
     at: float
     sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A group of ranks ended before its jobs did."""
+
+    at: float
+    cause: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +112,7 @@ class RunLog:
     attendance: list[Attendance]
     tuned: list[Tuned]
     placed: list[Placed]
+    lost: list[Lost]
     sessions: Sessions
 
     @property
@@ -135,7 +147,11 @@ def read_run(root: Path) -> RunLog:
         ],
         attendance=[
             Attendance(
-                sessions.running_time(e["time"]), e["job"], e["kind"] in CAME, e.get("device")
+                sessions.running_time(e["time"]),
+                e["job"],
+                e["kind"] in CAME,
+                e.get("device"),
+                e.get("ranks", 1),
             )
             for e in events
             if e["kind"] in (*CAME, *WENT)
@@ -148,6 +164,11 @@ def read_run(root: Path) -> RunLog:
         placed=[
             Placed(sessions.running_time(wall), sentence)
             for wall, sentence in read_placed(root / "state.sqlite")
+        ],
+        lost=[
+            Lost(sessions.running_time(e["time"]), e["cause"])
+            for e in events
+            if e["kind"] == "group_lost"
         ],
         sessions=sessions,
     )

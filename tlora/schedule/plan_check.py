@@ -98,7 +98,7 @@ def _on_fewer(plan: Plan, planner: Planner) -> list[PlanPrice]:
     """For each number of shards, as many copies as there is room for."""
     world = plan.gpus - 1
     known = planner.price(plan).memory.total is not None
-    most = world if planner.layout is not None else min(1, world)
+    most = world if planner.may_shard else min(1, world)
     sizes = sorted({plan.bucket, *(size for size in planner.sizes() if size < plan.bucket)})
     return [
         planner.price(replace(plan, replicas=world // fsdp, fsdp=fsdp, bucket=size, kept_layers=0))

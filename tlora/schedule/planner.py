@@ -106,14 +106,15 @@ class Planner:
         *,
         layout: BaseLayout | None = None,
         weights: Sequence[float] | None = None,
-        local_only: bool = False,
+        exact: bool = False,
     ) -> None:
-        """`local_only`: no job may span ranks, for a sum over ranks has bits of its own."""
+        """`exact`: bits count. No job may span ranks, for a sum over them has bits of its own, and
+        no base be in shards, where nothing shows them."""
         self.costs = costs
         self.requests = tuple(requests)
         self.layout = layout or NAMED.get(costs.profile(requests[0].base).shape)
         self.weights = tuple(weights or (request.load.weight for request in requests))
-        self.local_only = local_only
+        self.exact = exact
 
     def price(self, plan: Plan, gpus: Sequence[int] | None = None) -> PlanPrice:
         return price_plan(
@@ -175,6 +176,10 @@ class Planner:
             ends_s = max(ends_s, request.total_steps * rounds * price.round_s)
         return ends_s
 
+    @property
+    def may_shard(self) -> bool:
+        return self.layout is not None and not self.exact
+
     def sizes(self) -> list[int]:
         """Of nano-batches."""
         return self.costs.base(self.requests[0].base).buckets
@@ -216,7 +221,7 @@ class Planner:
         """Every way to use `world` GPUs, and those with fewer ranks where jobs or sequences are
         too few for all. The bucket is not chosen yet."""
         seen: set[Plan] = set()
-        for shared in _counts(world) if self.layout is not None else [1]:
+        for shared in _counts(world) if self.may_shard else [1]:
             for tp, pp in self._inner(shared) if on_paper else [(1, 1)]:
                 fsdp = shared // (tp * pp)
                 for replicas in self._replicas(world // shared, fsdp):
@@ -255,12 +260,12 @@ class Planner:
 
     def _placements(self, ranks: int) -> Iterator[tuple[Placement, tuple[str, ...]]]:
         """Jobs that have more work than a rank's even part are those to spread."""
-        if ranks == 1 or not self.local_only:
+        if ranks == 1 or not self.exact:
             yield "data_parallel", ()
         if ranks == 1:
             return
         yield "rank_local", ()
-        if self.local_only:
+        if self.exact:
             return
         even = sum(self._work.values()) / ranks
         spread = tuple(name for name, work in self._work.items() if work > even)

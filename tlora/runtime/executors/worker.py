@@ -40,6 +40,7 @@ from tlora.runtime.executors.messages import (
     Stop,
     Tune,
 )
+from tlora.runtime.progress import RankUsage
 from tlora.runtime.recording import Recorder
 from tlora.runtime.resuming import resumption
 from tlora.runtime.sinks import Sinks
@@ -330,6 +331,9 @@ class ToldProgress:
 
     def on_end(self, result: JobResult) -> None:
         self._tell(Ended(result.job, asdict(result)))
+
+    def on_rank(self, usage: RankUsage) -> None:
+        pass
 
     def on_interrupt(self) -> None:
         pass

@@ -11,6 +11,8 @@ class Started:
     rank: int
     ranks: int
     per_node: int
+    attempt: int
+    """Of the launcher: above 0 it has started the ranks again."""
 
     @property
     def speaks(self) -> bool:
@@ -23,4 +25,5 @@ def started_ranks() -> Started | None:
         return None
     ranks = int(os.environ["WORLD_SIZE"])
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    return Started(int(os.environ["RANK"]), ranks, per_node)
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    return Started(int(os.environ["RANK"]), ranks, per_node, attempt)

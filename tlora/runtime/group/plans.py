@@ -32,8 +32,8 @@ def check_plan(plan: Plan, spec: RunSpec, *, world: int | None = None) -> tuple[
             )
         if plan.fsdp > 1:
             raise SpecError(
-                "exact isolation is proven on whole matrices, which no rank has here: use replicas "
-                "with fsdp: 1",
+                "engine.isolation: exact is shown on this machine before a run, product by product "
+                "on whole matrices, which no rank has here: use replicas with fsdp: 1",
                 field="plan.fsdp",
             )
     return notes

@@ -34,6 +34,8 @@ from tlora.runtime.environment import cache_directory, quieten_libraries
 from tlora.runtime.executors.messages import Attached, Noted, Ready, Said
 from tlora.runtime.executors.worker import Tell, ToldDirectory, ToldProgress
 from tlora.runtime.group.plans import spans
+from tlora.runtime.group.timing import TimedEngine
+from tlora.runtime.progress import USAGE, RankUsage
 from tlora.runtime.recording import Recorder
 from tlora.runtime.requests import request_of
 from tlora.runtime.resuming import Resumption, resumption
@@ -41,9 +43,11 @@ from tlora.runtime.sinks import Sinks
 from tlora.runtime.training import adapter_start, compiles, enter_job, load_super_model, show_exact
 from tlora.training.controller import Controller, ControllerSettings
 from tlora.training.driver import JobDriver
-from tlora.training.group_engine import GroupEngine
 from tlora.training.group_loop import GroupLoop, run_group
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
+
+USAGE_S = 1.0
+"""Between two tellings of how a rank is used."""
 
 
 def run_rank(
@@ -118,7 +122,7 @@ class Member:
             budget = nano_batch_tokens(spec, device, self.data, parameters)
             show_exact(self.model, spec, self.data, budget)
         self.tuned = self._tuning(spec, device)
-        self.engine = GroupEngine(
+        self.engine = TimedEngine(
             self.model,
             budget_tokens=self.tuned.start if self.tuned else budget,
             counts=self.counts,
@@ -129,7 +133,7 @@ class Member:
             # A job that spans ranks must be told of its steps at the same turn on all.
             ahead=None if plan.adapters == "rank_local" else 0,
         )
-        self.directory = ToldDirectory(directory, tell)
+        self.directory = _GroupDirectory(directory, tell, plan)
         self.recorder = Recorder(
             self.directory,
             spec.base,
@@ -147,12 +151,13 @@ class Member:
         self._entering_s = math.inf
         """The least that taking a job in took."""
 
-        self._started = time.perf_counter()
+        self._began = self._told = time.perf_counter()
 
     def run(self, should_stop: Callable[[], bool]) -> bool:
         drivers = self._enter_all()
         if self.tuned is not None and self.rank == 0:
             self.recorder.start([], self.tuned)
+        self._began = time.perf_counter()
         try:
             left = run_group(
                 self.engine,
@@ -234,6 +239,7 @@ class Member:
         driver.attach(self.engine, state.weights, state=state)
 
     def _between(self, loop: GroupLoop) -> bool:
+        self._tell_usage(loop)
         verdict = self.engine.verdict
         if verdict is not None and verdict.drift:
             self._balance(loop)
@@ -288,7 +294,7 @@ class Member:
         a job takes about as long as taking it in."""
         if math.isinf(self._entering_s):
             return 0.0
-        rate = self.engine.usage.tokens / (time.perf_counter() - self._started)
+        rate = self.engine.usage.tokens / (time.perf_counter() - self._began)
         return 2 * self._entering_s * rate
 
     def _send_off(self, loop: GroupLoop, name: str, target: int) -> None:
@@ -304,6 +310,23 @@ class Member:
         request = request_of(self.specs[name], self.data[name], self.model.targets, base="")
         return load_of(request, step=step)
 
+    def _tell_usage(self, loop: GroupLoop) -> None:
+        """Now and then, for whoever looks on."""
+        now = time.perf_counter()
+        if now - self._told < USAGE_S:
+            return
+        self._told = now
+        usage = RankUsage(
+            rank=self.rank,
+            jobs=tuple(loop.active),
+            turns=self.engine.usage.turns,
+            empty=self.engine.usage.empty,
+            tokens=self.engine.usage.tokens,
+            seconds=now - self._began,
+            communication_s=self.counts.seconds,
+        )
+        self.tell(Noted(USAGE, time.time(), asdict(usage)))
+
     def _tell_figures(self) -> None:
         place = place_of(self.rank, self.plan)
         usage = self.engine.usage
@@ -314,8 +337,22 @@ class Member:
             "collectives": self.counts.as_json(),
             **asdict(usage),
             "utilisation": round(usage.utilisation, 4),
+            "seconds": round(time.perf_counter() - self._began, 3),
         }
         self.tell(Noted("communication", time.time(), fields))
+
+
+class _GroupDirectory(ToldDirectory):
+    """Says of a job that spans ranks on how many it is."""
+
+    def __init__(self, root: Path, tell: Tell, plan: Plan) -> None:
+        super().__init__(root, tell)
+        self._plan = plan
+
+    def event(self, kind: str, **fields: object) -> None:
+        if kind == "attached" and spans(self._plan, str(fields["job"])):
+            fields["ranks"] = self._plan.ranks
+        super().event(kind, **fields)
 
 
 class _OwnJobs:

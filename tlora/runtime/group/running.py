@@ -6,7 +6,9 @@ rank is lost.
 what concerns the whole run.
 """
 
+import io
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,22 +20,26 @@ from tlora.config import dump_spec
 from tlora.core.errors import TloraError
 from tlora.core.job import JobSpec, RunSpec
 from tlora.core.plan import Plan
+from tlora.core.records import as_json
 from tlora.data.prepare import PreparedData
 from tlora.model.loading import load_shape, resolve_device
 from tlora.model.targets import find_targets
 from tlora.parallel.mesh import check_runs, join
-from tlora.parallel.sharding import check_kept_layers, layers_to_shard
+from tlora.parallel.sharding import GroupLost, check_kept_layers, layers_to_shard
 from tlora.runtime.checking import check_targets, context_length, prepare_jobs
 from tlora.runtime.data_lines import full_lines, start_lines
 from tlora.runtime.directory import JobResult, RunDirectory, replace_text
 from tlora.runtime.environment import quieten_libraries
 from tlora.runtime.executors.messages import Message, Noted
+from tlora.runtime.executors.notes import event_of
 from tlora.runtime.group.choosing import planner_for
+from tlora.runtime.group.heartbeat import Heartbeat
+from tlora.runtime.group.note_files import Notes
 from tlora.runtime.group.plans import check_plan, plan_as_json
 from tlora.runtime.group.supervisor import Ranks
 from tlora.runtime.interrupts import interruptible
 from tlora.runtime.live import choose_progress
-from tlora.runtime.progress import Progress
+from tlora.runtime.progress import USAGE, Progress, ProgressLines, RankUsage
 from tlora.runtime.resuming import check_unchanged, finished
 from tlora.runtime.scheduled import Lead, device_names
 from tlora.runtime.sinks import check_trackers
@@ -90,24 +96,49 @@ def train_in_group(
 def train_as_rank(
     spec: RunSpec, *, output: Path | str, plan: Plan, fresh: bool = False
 ) -> RunResult:
-    """One rank of a group that was started from outside; all of them see the same directory."""
-    from tlora.runtime.group.rank import run_rank
-
+    """One rank of a group that was started from outside; all of them see the same directory. When
+    a rank hangs or raises, all of them end, and the cause is said and on record."""
     join()
     check_runs(plan, dist.get_world_size())
-    rank = dist.get_rank()
-    progress = choose_progress()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    progress = choose_progress() if rank == 0 else ProgressLines(io.StringIO())
     whole = _Whole(spec, plan, Path(output), progress, leads=rank == 0)
+    beats = Heartbeat(rank, world, lost=whole.lost)
+    try:
+        result = _train_as_rank(whole, rank, fresh=fresh)
+    except Exception as error:
+        if not isinstance(error, TloraError) and not _follows(error):
+            whole.lost(f"rank {rank}: {type(error).__name__}: {error}".splitlines()[0])
+        raise
+    finally:
+        beats.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    return result
+
+
+def _follows(error: Exception) -> bool:
+    """Whether it broke because another rank did: collectives have no type of their own for it."""
+    if isinstance(error, GroupLost | dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        word in str(error) for word in ("gloo", "Connection", "NCCL")
+    )
+
+
+def _train_as_rank(whole: "_Whole", rank: int, *, fresh: bool) -> RunResult:
+    from tlora.runtime.group.rank import run_rank
+
     if rank == 0:
         whole.begin(fresh=fresh)
     dist.barrier()
     jobs = whole.unfinished()
-    with interruptible(on_first=progress.on_interrupt) as interrupt:
+    with interruptible(on_first=whole.progress.on_interrupt) as interrupt:
         if jobs:
-            tell = whole.hear if rank == 0 else whole.note
+            tell = whole.hear_all if rank == 0 else whole.note
             run_rank(
                 whole.directory.root.resolve(),
-                plan,
+                whole.plan,
                 jobs,
                 lambda message: tell(rank, message),
                 should_stop=interrupt,
@@ -115,12 +146,9 @@ def train_as_rank(
         whole.close_notes()
         dist.barrier()
         if rank == 0:
-            whole.gather_notes(dist.get_world_size())
+            whole.end_notes()
         stopped = interrupt.asked and bool(whole.unfinished())
-    result = whole.finish(interrupted=stopped)
-    dist.barrier()
-    dist.destroy_process_group()
-    return result
+    return whole.finish(interrupted=stopped)
 
 
 class _Whole:
@@ -141,6 +169,7 @@ class _Whole:
         self.directory = RunDirectory(output)
         self._ranks: list[dict[str, Any]] = []
         self._losses: list[dict[str, object]] = []
+        self._notes = Notes(output)
         self._lead: Lead | None = None
         self._closed = False
 
@@ -156,8 +185,7 @@ class _Whole:
         data = prepare_jobs(spec, limit=context_length(shape.config))
         self.progress.say(*start_lines(spec.jobs, data, directory.root / "data.txt"))
         directory.create(fresh=fresh)
-        for left in directory.root.glob(".notes-*.jsonl"):
-            left.unlink()
+        self._keep_left_notes()
         replace_text(
             directory.root / "resolved.yaml",
             dump_spec(replace(spec, jobs=(*spec.jobs, *absent))),
@@ -165,6 +193,14 @@ class _Whole:
         self._write_about(data)
         self._lead = Lead(spec, data, directory, self.progress)
         self._lead.begin(self.plan.bucket)
+
+    def _keep_left_notes(self) -> None:
+        """Events of ranks that ended before they were gathered."""
+        for rank, message in self._notes.read():
+            if isinstance(message, Noted) and message.what != USAGE:
+                record = event_of(rank, message.what, message.time, message.fields)
+                self.directory.append(self.directory.root / "events.jsonl", record)
+        self._notes.remove()
 
     def _write_about(self, data: dict[str, PreparedData]) -> None:
         directory = self.directory
@@ -184,28 +220,34 @@ class _Whole:
 
     def hear(self, rank: int, message: Message) -> None:
         assert self._lead is not None
+        if isinstance(message, Noted) and message.what == USAGE:
+            self.progress.on_rank(RankUsage(**message.fields))
+            return
         if isinstance(message, Noted) and message.what == "communication":
             self._ranks.append(message.fields)
         self._lead.hear(rank, message)
 
+    def hear_all(self, rank: int, message: Message) -> None:
+        """Of the rank that leads, started from outside; now and then also what the others noted."""
+        if isinstance(message, Noted) and message.what == USAGE:
+            self.gather_notes()
+        self.hear(rank, message)
+
     def note(self, rank: int, message: Message) -> None:
         """Of a rank that does not lead, started from outside: for rank 0 to gather."""
-        if isinstance(message, Noted):
-            record = {"what": message.what, "time": message.time, "fields": message.fields}
-            self.directory.append(self._notes(rank), record)
+        self.directory.append(self._notes.path(rank), as_json(message))
 
     def close_notes(self) -> None:
         if not self.leads:
             self.directory.close()
 
-    def gather_notes(self, world: int) -> None:
-        for rank in range(1, world):
-            path = self._notes(rank)
-            if path.exists():
-                for line in path.read_text().splitlines():
-                    record = json.loads(line)
-                    self.hear(rank, Noted(record["what"], record["time"], record["fields"]))
-                path.unlink()
+    def gather_notes(self) -> None:
+        for rank, message in self._notes.read():
+            self.hear(rank, message)
+
+    def end_notes(self) -> None:
+        self.gather_notes()
+        self._notes.remove()
         self._sort_events()
 
     def _sort_events(self) -> None:
@@ -218,8 +260,10 @@ class _Whole:
             "".join(f"{line}\n" for line in sorted(lines, key=lambda at: json.loads(at)["time"])),
         )
 
-    def _notes(self, rank: int) -> Path:
-        return self.directory.root / f".notes-{rank}.jsonl"
+    def lost(self, cause: str) -> None:
+        """Said, and on record; by any rank, since the one that leads may be the one."""
+        print(f"{cause}; the group ends, the same command goes on", file=sys.stderr, flush=True)
+        RunDirectory(self.directory.root).event("group_lost", cause=cause, ranks=self.plan.gpus)
 
     def follow(self, cause: str, plan: Plan, profile: str | None) -> Plan:
         """The plan to go on with. Raises TloraError if there is none."""

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from tlora.runtime.directory import JobResult
 from tlora.runtime.figures import duration_figure, loss_figure, rate_figure
+from tlora.runtime.progress import RankUsage
 from tlora.training.driver import JobDriver
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
 from tlora.tuning.events import Action, Added, Event, Exit, Failed, Spent
@@ -118,6 +119,9 @@ class View:
     def on_end(self, result: JobResult) -> None:
         self.drivers.pop(result.job, None)
         self.ended(result)
+
+    def on_rank(self, usage: RankUsage) -> None:
+        pass
 
     def on_interrupt(self) -> None:
         self.say("stopping after this nano-batch; press Ctrl-C again to leave at once")

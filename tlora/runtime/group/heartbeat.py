@@ -1,0 +1,110 @@
+"""Ranks without a supervisor: each beats once a second, and each looks whether the next one does.
+
+A launcher such as torchrun sees a process that ends, not one that hangs; the others would wait for
+it in a collective until that times out. Beats go through the store that the ranks met at. Each rank
+looks at one other, so that it costs the same for any number; a rank whose neighbour hangs too is
+looked at by the one before.
+"""
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from tlora.runtime.group.supervisor import BEAT_S, GRACE_S, HANG_S
+
+ENDED = "ended"
+
+
+class Heartbeat:
+    """Of this rank, from when all have joined until it is closed."""
+
+    def __init__(self, rank: int, world: int, lost: Callable[[str], None]) -> None:
+        """`lost` is told the cause when the next rank is taken for lost; then this process ends,
+        and with it the group. Returns when all ranks beat."""
+        self._store = _store()
+        self._rank = rank
+        self._watched = (rank + 1) % world
+        self._lost = lost
+        self._closed = threading.Event()
+        self._beats = 0
+        self._seen, self._seen_at = "", time.monotonic()
+        """The last beat of the other, and when it came, by this rank's clock."""
+
+        self._came = time.monotonic()
+        """When the store last answered."""
+
+        self._beat()
+        dist.barrier()
+        for work in (self._keep_beating, self._keep_watch):
+            threading.Thread(target=work, name="heartbeat", daemon=True).start()
+
+    def close(self) -> None:
+        """This rank has nothing left to do with the others."""
+        if not self._closed.is_set():
+            self._closed.set()
+            with suppress(RuntimeError):
+                self._store.set(str(self._rank), ENDED)
+
+    def _keep_beating(self) -> None:
+        while not self._closed.wait(BEAT_S):
+            # A store that is gone does not answer, and that is seen by who keeps watch.
+            with suppress(RuntimeError):
+                self._beat()
+                self._look()
+
+    def _beat(self) -> None:
+        self._beats += 1
+        place = f"{socket.gethostname()} {os.getpid()} {self._beats}"
+        self._store.set(str(self._rank), place)
+
+    def _look(self) -> None:
+        found = self._store.get(str(self._watched)).decode()
+        self._came = time.monotonic()
+        if found != self._seen:
+            self._seen, self._seen_at = found, self._came
+
+    def _keep_watch(self) -> None:
+        while not self._closed.wait(BEAT_S / 4):
+            if self._seen == ENDED:
+                continue
+            silent = time.monotonic() - min(self._seen_at, self._came)
+            if silent > HANG_S:
+                self._end(silent)
+
+    def _end(self, silent: float) -> None:
+        if time.monotonic() - self._came > HANG_S / 2:
+            self._lost(f"the store that ranks meet at has not answered for {silent:.0f} seconds")
+        else:
+            self._lost(f"rank {self._watched}: it has not been heard of for {silent:.0f} seconds")
+            self._kill_watched()
+        # Where connections are cut by that, this rank's own collective fails, and what it has is
+        # saved.
+        if not self._closed.wait(GRACE_S):
+            os._exit(1)
+
+    def _kill_watched(self) -> None:
+        """A launcher waits long for a process that is stopped, where it can be reached."""
+        host, number, _ = self._seen.split(" ")
+        if host == socket.gethostname():
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(int(number), signal.SIGKILL)
+
+
+def _store() -> dist.Store:
+    """A connection of its own: threads of one rank would wait for each other. Attempts of a
+    launcher have names of their own."""
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timedelta(seconds=HANG_S),
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"tlora/beats/{attempt}", store)

@@ -1,0 +1,36 @@
+"""What ranks say to the one that leads where nobody else carries it: a file for each, beside the
+run's own, read as it grows."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from tlora.core.records import of_json
+from tlora.runtime.executors.messages import MESSAGES, Message
+
+
+class Notes:
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._read: dict[Path, int] = {}
+        """Bytes of each file that were read."""
+
+    def path(self, rank: int) -> Path:
+        return self._root / f".notes-{rank}.jsonl"
+
+    def read(self) -> Iterator[tuple[int, Message]]:
+        """Whole lines that have come since the last time; not one that a crash cut short."""
+        for path in sorted(self._root.glob(".notes-*.jsonl")):
+            rank = int(path.stem.removeprefix(".notes-"))
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            self._read[path] = self._read.get(path, 0) + len(whole)
+            for line in whole.splitlines():
+                yield rank, of_json(MESSAGES, json.loads(line))
+
+    def remove(self) -> None:
+        for path in self._root.glob(".notes-*.jsonl"):
+            path.unlink()
+        self._read.clear()
