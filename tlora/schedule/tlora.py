@@ -7,6 +7,7 @@ earns its cost, and not often.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from tlora.core.decision import Decision, Reasons, Refuse
 from tlora.core.event import Arrival, Event, Tick
@@ -38,6 +39,17 @@ SEEDS = 1
 """Groups per tier that a tick tries to merge others into."""
 
 
+class Quiet(NamedTuple):
+    """After a turn in which all jobs ran and nothing was found to do. While nothing happens and the
+    same jobs may be moved, nothing but what takes turns from tick to tick can be found: gains stay,
+    and tolls grow as jobs near their ends."""
+
+    state: State
+    revision: int
+    movable: set[str]
+    board: Board
+
+
 class Tlora(Policy):
     overtakes = True
 
@@ -49,6 +61,7 @@ class Tlora(Policy):
         self._fitting: set[str] = set()
         self.tolls = Tolls(costs, self.settings.horizon_s)
         self.merging = Merging(self.tolls, audit=self.settings.audit)
+        self._quiet: Quiet | None = None
 
     @property
     def cut_misses(self) -> int:
@@ -58,6 +71,13 @@ class Tlora(Policy):
         jobs = state.runnable()
         if not state.up_gpus or _concerns_nobody(events, jobs):
             return []
+        ticks = any(isinstance(event, Tick) for event in events)
+        outside = overdue_outside(state, self.costs, self.settings)
+        quiet, self._quiet = self._quiet, None
+        if ticks and not outside and quiet is not None and self._is_still(quiet, state):
+            self._merge(quiet.board, quiet.movable)
+            self._quiet = None if quiet.board.touched else quiet
+            return quiet.board.decisions(everywhere=True)
         refused = self._refused(state, jobs)
         pieces = self.pieces.of(state)
         for decision in refused:
@@ -65,25 +85,35 @@ class Tlora(Policy):
         if not pieces:
             return list(refused)
         loads = self.pieces.loads(state, pieces)
-        overdue = self.pieces.of_outside(state, overdue_outside(state, self.costs, self.settings))
+        overdue = self.pieces.of_outside(state, outside)
         board = Board(state, self.costs, pieces | overdue, loads)
-        ticks = any(isinstance(event, Tick) for event in events)
         if overdue:
             board.barred |= overdue.keys()
-            movable = self._movable(board, pieces.values())
+            movable = self._movable(state, pieces.values())
             take_turns(board, list(overdue.values()), movable, self._widest)
         self._place(board)
         if board.waiting():
             make_way(board, self.settings)
         if board.free:
-            movable = self._movable(board, _pressed(board))
+            movable = self._movable(state, _pressed(board))
             spread(board, self.tolls, {piece.name for piece in movable}, self._widest)
         self._relieve(board)
-        if ticks and board.is_contended and board.bins:
-            movable = self._movable(board, pieces.values())
-            names = {piece.name for piece in movable}
-            self.merging.merge(board, names, self._widest, SEEDS)
+        movable = {piece.name for piece in self._movable(state, pieces.values())}
+        if ticks:
+            self._merge(board, movable)
+        if not board.touched and not board.waiting() and not overdue and not refused:
+            self._quiet = Quiet(state, state.revision, movable, board)
         return [*refused, *board.decisions(everywhere=ticks)]
+
+    def _is_still(self, quiet: Quiet, state: State) -> bool:
+        if quiet.state is not state or quiet.revision != state.revision:
+            return False
+        pieces = self.pieces.of(state)
+        return quiet.movable == {each.name for each in self._movable(state, pieces.values())}
+
+    def _merge(self, board: Board, movable: set[str]) -> None:
+        if board.is_contended and board.bins:
+            self.merging.merge(board, movable, self._widest, SEEDS)
 
     def look_by(self, state: State) -> float:
         return next_patience_end(state, self.costs, self.settings)
@@ -125,12 +155,12 @@ class Tlora(Policy):
             for piece in which.load.pieces
         ]
         if broken:
-            those = self._movable(board, broken)[:RUNNING_LOOKED_AT]
+            those = self._movable(board.state, broken)[:RUNNING_LOOKED_AT]
             improve(board, self.tolls, those, budget=self.settings.budget, widest=self._widest)
 
-    def _movable(self, board: Board, pieces: Iterable[Piece]) -> list[Piece]:
+    def _movable(self, state: State, pieces: Iterable[Piece]) -> list[Piece]:
         """Those that may be moved now: not just placed, not moved too often."""
-        now, settings = board.state.now, self.settings
+        now, settings = state.now, self.settings
         return [
             piece
             for piece in pieces
