@@ -303,13 +303,17 @@ class Pieces:
     def of(self, state: State) -> dict[str, Piece]:
         """Of all runnable jobs, by name, in order of arrival. Those of the last turn are changed by
         it."""
-        self._credit.clear()
-        self._credit.update({tenant: credit_of(state, tenant) for tenant in state.due})
+        self.credit(state)
         last = self._seen
         if last is None or last[0] is not state or last[1] != state.revision:
             self._bring_up_to_date(state)
             self._seen = (state, state.revision)
         return dict(self._kept)
+
+    def credit(self, state: State) -> None:
+        """That of the tenants, which every piece looks up, is brought up to date."""
+        self._credit.clear()
+        self._credit.update({tenant: credit_of(state, tenant) for tenant in state.due})
 
     def of_outside(self, state: State, jobs: Iterable[JobState]) -> dict[str, Piece]:
         """Of jobs beyond the limit: due what the best served of as many GPUs are."""

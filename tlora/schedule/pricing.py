@@ -1,6 +1,6 @@
 """What some jobs on some GPUs come to, under the best bucket."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 from tlora.core.cluster import Link
@@ -57,6 +57,13 @@ class Pricing:
         needs, latent, jobs = load.needs, load.latent, len(load.pieces)
         if piece is not None:
             needs, latent, jobs = needs + piece.needs, latent + piece.figures.latent, jobs + 1
+        return needs * self.costs.mistake(latent, jobs) > replicas * (1 + 1e-6)
+
+    def are_hopeless(self, loads: Sequence[Load], replicas: int) -> bool:
+        """Likewise of several loads together."""
+        needs, latent, jobs = 0.0, 0.0, 0
+        for load in loads:
+            needs, latent, jobs = needs + load.needs, latent + load.latent, jobs + len(load.pieces)
         return needs * self.costs.mistake(latent, jobs) > replicas * (1 + 1e-6)
 
     def _price(self, load: Load, span: Span, speed: float) -> Priced:

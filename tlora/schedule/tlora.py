@@ -6,6 +6,7 @@ and at ticks look whether whole groups should be merged. Jobs that run are moved
 earns its cost, and not often.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -46,6 +47,9 @@ class Quiet(NamedTuple):
 
     state: State
     revision: int
+    until: float
+    """Then one more job may be moved."""
+
     movable: set[str]
     board: Board
 
@@ -74,7 +78,15 @@ class Tlora(Policy):
         ticks = any(isinstance(event, Tick) for event in events)
         outside = overdue_outside(state, self.costs, self.settings)
         quiet, self._quiet = self._quiet, None
-        if ticks and not outside and quiet is not None and self._is_still(quiet, state):
+        if (
+            ticks
+            and not outside
+            and quiet is not None
+            and quiet.state is state
+            and quiet.revision == state.revision
+            and state.now < quiet.until
+        ):
+            self.pieces.credit(state)
             self._merge(quiet.board, quiet.movable)
             self._quiet = None if quiet.board.touched else quiet
             return quiet.board.decisions(everywhere=True)
@@ -98,18 +110,19 @@ class Tlora(Policy):
             movable = self._movable(state, _pressed(board))
             spread(board, self.tolls, {piece.name for piece in movable}, self._widest)
         self._relieve(board)
-        movable = {piece.name for piece in self._movable(state, pieces.values())}
         if ticks:
-            self._merge(board, movable)
+            movable = self._movable(state, pieces.values())
+            self._merge(board, {piece.name for piece in movable})
         if not board.touched and not board.waiting() and not overdue and not refused:
-            self._quiet = Quiet(state, state.revision, movable, board)
+            self._quiet = self._be_quiet(board)
         return [*refused, *board.decisions(everywhere=ticks)]
 
-    def _is_still(self, quiet: Quiet, state: State) -> bool:
-        if quiet.state is not state or quiet.revision != state.revision:
-            return False
-        pieces = self.pieces.of(state)
-        return quiet.movable == {each.name for each in self._movable(state, pieces.values())}
+    def _be_quiet(self, board: Board) -> Quiet:
+        state, pieces = board.state, board.pieces.values()
+        movable = {piece.name for piece in self._movable(state, pieces)}
+        others = [piece for piece in pieces if piece.name not in movable]
+        until = min((self._movable_from(piece) for piece in others), default=math.inf)
+        return Quiet(state, state.revision, until, movable, board)
 
     def _merge(self, board: Board, movable: set[str]) -> None:
         if board.is_contended and board.bins:
@@ -171,6 +184,15 @@ class Tlora(Policy):
                 < 2 + (now - piece.job.request.arrival_s) / 3600 * settings.moves_per_hour
             )
         ]
+
+    def _movable_from(self, piece: Piece) -> float:
+        """When a job that may not be moved may be, or a little earlier: rounding."""
+        job, settings = piece.job, self.settings
+        from_s = job.since_s + settings.min_stay_s
+        if job.moves >= 2:
+            per_hour = max(settings.moves_per_hour, 1e-9)
+            from_s = max(from_s, job.request.arrival_s + 3600 * (job.moves - 2) / per_hour)
+        return from_s - 1.0
 
     def _refused(self, state: State, jobs: Iterable[JobState]) -> list[Refuse]:
         """Jobs that would not fit on a GPU by themselves."""

@@ -92,6 +92,9 @@ class _Suspect(NamedTuple):
     most_due: dict[str, float]
     """Job -> the GPUs that it may be due before it is beyond."""
 
+    least: float
+    """Of these."""
+
 
 class SimulatedExecutor:
     """`costs` are the truth here; a policy may be given others."""
@@ -248,10 +251,12 @@ class SimulatedExecutor:
                 for name, suspect in self._suspects.items()
                 if name in self._groups and self._groups[name].version == suspect.version
             }
+            highest = max(fair.values(), default=0.0)
             self._beyond = [
                 name
                 for name, suspect in self._suspects.items()
-                if any(fair.get(job, 0.0) > most for job, most in suspect.most_due.items())
+                if suspect.least < highest
+                and any(fair.get(job, 0.0) > most for job, most in suspect.most_due.items())
             ]
             self._beyond_by = fair
         return self._beyond
@@ -375,7 +380,7 @@ class SimulatedExecutor:
         }
         suspected = {each.name: most[each.name] for each in requests if most[each.name] < each.gpus}
         if suspected:
-            self._suspects[name] = _Suspect(group.version, suspected)
+            self._suspects[name] = _Suspect(group.version, suspected, min(suspected.values()))
             self._beyond_by = None
         at, job = min(
             (start + max(0.0, self._last_step(job) - self._steps[job]) / rate, job)
