@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 from tlora.core.cluster import Link
-from tlora.costs.groups import BaseCosts, Costs, Span, fullest_part
+from tlora.costs.groups import Costs, Span
+from tlora.costs.rounds import BaseCosts, fullest_part
 from tlora.schedule.pieces import Load, Piece, Priced
 
 ROUNDING = 1e-9
