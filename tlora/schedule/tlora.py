@@ -71,6 +71,11 @@ class Tlora(Policy):
     def cut_misses(self) -> int:
         return self.merging.misses
 
+    @property
+    def is_quiet(self) -> bool:
+        """After the last turn: a tick would find nothing but what takes turns."""
+        return self._quiet is not None
+
     def decide(self, state: State, events: Sequence[Event]) -> list[Decision]:
         jobs = state.runnable()
         if not state.up_gpus or _concerns_nobody(events, jobs):
