@@ -1,17 +1,19 @@
 """Prices from sums against the plain prediction, which looks at every job."""
 
 import random
+from dataclasses import astuple
 
 import pytest
 from support.scheduling import costs_of, request
 
 from tlora.core.cluster import uniform_cluster
+from tlora.core.decision import Start
 from tlora.core.event import Arrival
 from tlora.core.plan import Plan
 from tlora.core.state import State
 from tlora.costs.groups import Costs
-from tlora.schedule.board import Board
-from tlora.schedule.pieces import Load, Piece, load_of, pieces_of
+from tlora.schedule.board import NO_REASONS, Board
+from tlora.schedule.pieces import Load, Piece, Pieces, load_of, pieces_of
 
 
 def drawn_pieces(seed: int, costs: Costs) -> list[Piece]:
@@ -81,8 +83,48 @@ def test_jobs_that_are_added_one_by_one_come_to_what_they_are_together() -> None
     assert figures(grown) != figures(grown.exchanged(pieces[0], pieces[1]))
 
 
+def test_what_is_kept_when_dues_change_is_what_would_be_worked_out_anew() -> None:
+    """A load of a group, with a job more and with one less; what a load was before the change is
+    told apart."""
+    cluster = uniform_cluster(2)
+    costs = costs_of(cluster, error=0.2)
+    state = State(cluster)
+    names = ("a", "b", "c", "d")
+    for name in names:
+        state.happen(Arrival(0.0, request(name, batch=2, gpus=2)))
+    state.apply(
+        Start(
+            group="g0",
+            base="llama",
+            jobs=names[:3],
+            gpus=(0,),
+            plan=Plan(bucket=4096),
+            weights=(1.0, 1.0, 1.0),
+            reasons=NO_REASONS,
+        )
+    )
+
+    def asked(maker: Pieces) -> list[object]:
+        pieces = maker.of(state)
+        load = maker.loads(state, pieces)["g0"]
+        board = Board(state, costs, pieces)
+        some = (load, load.plus(pieces["d"]), load.without(pieces["a"]), pieces["a"].alone)
+        return [
+            (figures(each), [astuple(board.price(each, gpus)) for gpus in ((0,), (0, 1))])
+            for each in some
+        ]
+
+    kept = Pieces(costs)
+    before = asked(kept)
+    for name in ("e", "f"):
+        state.happen(Arrival(0.0, request(name)))
+    after = asked(kept)
+    assert after == asked(Pieces(costs))
+    assert all(one != other for one, other in zip(before, after, strict=True))
+
+
 def figures(load: Load) -> list[object]:
-    kept = ("pieces", "prices", "_more", "_less")
+    kept = ("pieces", "prices", "wholes", "dues", "_more", "_less")
     return [getattr(load, name) for name in Load.__slots__ if name not in kept]
 
 

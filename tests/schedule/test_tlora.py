@@ -1,15 +1,19 @@
 """Our policy, case by case."""
 
+import random
+from collections.abc import Sequence
+
 import pytest
 from support.scheduling import Run, costs_of, request
 
 from tlora.core.cluster import uniform_cluster
 from tlora.core.decision import Decision
-from tlora.core.event import Arrival, Straggler, Tick
+from tlora.core.event import Arrival, Event, Straggler, Tick
 from tlora.core.request import JobRequest
 from tlora.core.state import State
 from tlora.schedule import Settings, make_policy
 from tlora.schedule.merging import best_cut
+from tlora.schedule.policy import Policy
 from tlora.schedule.tlora import Tlora
 
 
@@ -112,6 +116,66 @@ def test_decisions_do_not_depend_on_what_was_asked_before() -> None:
         state.happen(Arrival(0.0, request(f"j{i}", rank=2**i)))
     fresh = make_policy("tlora", costs_of(cluster))
     assert used.decide(state, []) == fresh.decide(state, [])
+
+
+class Doubted(Policy):
+    """A policy whose every turn is also put to a new one, which has seen nothing."""
+
+    name = "doubted"
+    overtakes = True
+
+    def __init__(self, used: Tlora) -> None:
+        self.used = used
+        self.quiet = 0
+
+    def decide(self, state: State, events: Sequence[Event]) -> list[Decision]:
+        found = self.used.decide(state, events)
+        assert found == Tlora(self.used.costs).decide(state, events)
+        self.quiet += self.used.is_quiet and isinstance(events[0], Tick)
+        return found
+
+    def look_by(self, state: State) -> float:
+        return self.used.look_by(state)
+
+
+class Sleepy(Tlora):
+    """Takes every tick for one that can find nothing."""
+
+    def decide(self, state: State, events: Sequence[Event]) -> list[Decision]:
+        found = super().decide(state, events)
+        return [] if isinstance(events[0], Tick) else found
+
+
+@pytest.mark.parametrize("max_runnable", [None, 8])
+def test_a_policy_that_knows_nothing_decides_the_same_in_every_turn(
+    max_runnable: int | None,
+) -> None:
+    """Whatever was kept: prices, loads, and that a tick can find nothing. One that sleeps at ticks
+    is told."""
+    draw = random.Random(3)
+    jobs = [
+        request(
+            f"j{i}",
+            base=draw.choice(["llama", "qwen"]),
+            rank=draw.choice([2, 8, 16]),
+            batch=(batch := draw.choice([1, 2, 4])),
+            gpus=draw.choice([1, batch]),
+            steps=int(10 ** draw.uniform(2, 5)),
+            at=draw.uniform(0, 4000),
+        )
+        for i in range(24)
+    ]
+
+    def run_by(kind: type[Tlora]) -> Doubted:
+        run = Run("tlora", jobs, gpus=6, per_node=2, error=0.2, max_runnable=max_runnable)
+        doubted = run.loop.policy = Doubted(kind(run.costs))
+        run.to_the_end()
+        return doubted
+
+    with pytest.raises(AssertionError):
+        run_by(Sleepy)
+    doubted = run_by(Tlora)
+    assert doubted.quiet > 10, "ticks that could find nothing were among them"
 
 
 def test_the_cut_is_found_where_gains_rise_and_fall() -> None:

@@ -15,7 +15,7 @@ from tlora.core.errors import SpecError
 from tlora.simulation import table
 from tlora.simulation.compare import Comparison, Setting, choose_profile, compare, mean_of
 from tlora.simulation.plots import binned, gantt_bars
-from tlora.simulation.report import render, write_report
+from tlora.simulation.report import render, table_lines, write_report
 from tlora.simulation.synthetic import synthetic_jobs
 from tlora.simulation.traces import Trace
 from tlora.simulation.world import World
@@ -160,6 +160,13 @@ def test_the_report_is_whole_without_a_script(comparison, tmp_path) -> None:
     assert not re.search(r'(src|href)="', page)
     with pytest.raises(SpecError, match=r"--html: .* cannot be written"):
         write_report(comparison, tmp_path / "none" / "r.html")
+
+
+def test_the_best_is_marked_only_where_there_is_a_choice(comparison) -> None:
+    """Of two policies one; a policy by itself is not the best of anything."""
+    assert any(any(line.best) for line in table_lines(comparison))
+    alone = replace(comparison, setting=replace(comparison.setting, policies=("tlora",)))
+    assert not any(any(line.best) for line in table_lines(alone))
 
 
 @pytest.mark.browser

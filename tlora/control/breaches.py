@@ -52,5 +52,11 @@ def is_breach(slowdown: float, request: JobRequest) -> bool:
     return slowdown > NOISE * request.slowdown_bound
 
 
+def most_due(request: JobRequest, rate: float, solo_step_s: float) -> float:
+    """GPUs: a job that makes so many steps per second is not in breach while it is due no more.
+    Rounded down, so that `is_breach` has the last word."""
+    return NOISE * request.slowdown_bound * request.gpus * solo_step_s * rate * (1 - 1e-9)
+
+
 def company_of(requests: Iterable[JobRequest]) -> str:
     return ",".join(request.name for request in requests)

@@ -13,32 +13,29 @@ would be needed to do its work with every job alone. It compares jobs of differe
 
 import hashlib
 import math
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from tlora.core.cluster import Cluster, Link, Tier
 from tlora.core.errors import SpecError
 from tlora.core.load import JobLoad
 from tlora.core.plan import Plan
 from tlora.core.request import JobRequest
-from tlora.costs.memory import BYTES_PER_ADAPTER_PARAMETER
-from tlora.costs.predict import adapter_parameters, rows_of
+from tlora.costs.predict import adapter_parameters
 from tlora.costs.profile import Profile
-
-Kernel = Literal["fused", "unfused"]
-
-MEMORY_MARGIN = 0.05
-"""Of the device, kept free: the memory model is a fit."""
-
-UNFUSED_ROWS = 0.51 * 8192 / 8
-"""What one more adapter costs in a loop over adapters, in rows of the saturated backbone: eight of
-them added 51 % to the frozen linears of 8,192 rows (H200, 8B, rank 16, eager)."""
-
-BUCKET_HALVINGS = 4
-"""Plans may have the profile's budget of tokens, or that halved so many times."""
+from tlora.costs.rounds import (
+    MEMORY_MARGIN,
+    NO_WORK,
+    BaseCosts,
+    Kernel,
+    RoundWork,
+    fullest_part,
+    shared_tokens,
+    usable_bytes,
+    with_kernel,
+)
 
 
 @dataclass(slots=True)
@@ -52,7 +49,7 @@ class JobFigures:
     latent: float
     """Of the predictor's error: see `Costs.error`."""
 
-    whole: "RoundWork"
+    whole: RoundWork
     """A round with its whole batch."""
 
     beside_s: float
@@ -71,37 +68,6 @@ class JobFigures:
     @property
     def solo_tokens_per_s(self) -> float:
         return self.batch_tokens / self.solo_step_s
-
-
-class RoundWork(NamedTuple):
-    """What a round holds, summed over its jobs. Of whole batches it is a sum of what each job has
-    (`JobFigures.whole`), so groups are merged by adding."""
-
-    tokens: float
-    squares: float
-    lora_s: float
-    sequences: float
-    steps: float
-    step_s: float
-    parameters: float
-    """Of the jobs that step, each as often as it does."""
-
-    def plus(self, other: "RoundWork") -> "RoundWork":
-        return RoundWork(
-            self.tokens + other.tokens,
-            self.squares + other.squares,
-            self.lora_s + other.lora_s,
-            self.sequences + other.sequences,
-            self.steps + other.steps,
-            self.step_s + other.step_s,
-            self.parameters + other.parameters,
-        )
-
-    def times(self, part: float) -> "RoundWork":
-        return RoundWork(*(each * part for each in self))
-
-
-NO_WORK = RoundWork(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,118 +93,6 @@ class GroupPrediction:
     @property
     def tokens_per_s(self) -> float:
         return sum(self.tokens) / self.round_s
-
-
-class BaseCosts:
-    """A profile's figures, as a round needs them."""
-
-    def __init__(self, profile: Profile, usable_bytes: float | None) -> None:
-        self.profile = profile
-        self.time = profile.time
-        self.pass_s = profile.steps.pass_s
-        self.buckets = sorted(
-            {max(1, profile.budget_tokens >> halving) for halving in range(BUCKET_HALVINGS + 1)}
-        )
-        """The budgets that plans may have."""
-
-        self._rows = {
-            bucket: sorted(size * bucket / profile.budget_tokens for size in profile.buckets)
-            for bucket in self.buckets
-        }
-        time = profile.time
-        self._time = (time.fixed_s, time.segment_s, time.flat_s, time.row_s, time.sharpness)
-        self.least_s = {
-            bucket: self.seconds(float(bucket), 0.0, 1.0, bucket, 0.0, 0.0, 0.0, 1, None)[0]
-            for bucket in self.buckets
-        }
-        """Of a full nano-batch, whatever is in it."""
-
-        self.usable_bytes = usable_bytes
-        """Of a GPU, with the margin; None where nobody says."""
-
-        at_nothing = profile.memory.bytes(rows=0.0, adapter_parameters=0.0)
-        self._knows_memory = at_nothing is not None
-        self._constant_bytes = at_nothing or 0.0
-        self._row_bytes = profile.memory.row_bytes or 0.0
-
-    def rows(self, tokens: float, bucket: int) -> float:
-        """With the padding up to a size of this budget; as `rows_of`, but faster."""
-        sizes = self._rows.get(bucket)
-        # The shares' sum is off by rounding.
-        tokens *= 1 - 1e-9
-        if sizes is None or tokens > bucket:
-            return rows_of(self.profile, tokens, bucket)
-        place = bisect_left(sizes, tokens)
-        return sizes[place] if place < len(sizes) else float(bucket)
-
-    def bucket_for(self, tokens: float) -> int | None:
-        """The smallest that holds so many tokens."""
-        place = bisect_left(self.buckets, tokens * (1 - 1e-9))
-        return self.buckets[place] if place < len(self.buckets) else None
-
-    def round_s(
-        self,
-        work: RoundWork,
-        segments: float,
-        bucket: int,
-        replicas: int,
-        link: Link | None,
-    ) -> tuple[float, float]:
-        """Seconds of a round, and the rows of its fullest replica. `segments` are those in the
-        fullest replica."""
-        part = fullest_part(work.sequences, replicas)
-        beside_s = (self.time.square_s * work.squares + work.lora_s) * part
-        return self.seconds(
-            work.tokens * part,
-            beside_s,
-            segments,
-            bucket,
-            work.steps,
-            work.step_s,
-            work.parameters,
-            replicas,
-            link,
-        )
-
-    def seconds(
-        self,
-        tokens: float,
-        beside_s: float,
-        segments: float,
-        bucket: int,
-        steps: float,
-        step_s: float,
-        parameters: float,
-        replicas: int,
-        link: Link | None,
-    ) -> tuple[float, float]:
-        """The same from what its fullest replica has; `steps` and what follows are of all. In one
-        piece, because policies ask for little else."""
-        rows = self.rows(tokens, bucket)
-        fixed_s, segment_s, flat_s, row_s, sharpness = self._time
-        large, small = flat_s, row_s * rows + beside_s
-        if small > large:
-            large, small = small, large
-        if small > 0:
-            large *= (1 + (small / large) ** sharpness) ** (1 / sharpness)
-        passes = steps if steps < 1 else 1.0
-        seconds = fixed_s + segment_s * segments + large + passes * self.pass_s + step_s
-        if replicas > 1 and link is not None:
-            ring = 2 * (replicas - 1) / replicas
-            seconds += passes * link.latency_s + ring * 4 * parameters / link.bytes_per_s
-        return seconds, rows
-
-    def memory(
-        self, rows: float, longest: int, bucket: int, parameters: float
-    ) -> tuple[float, bool]:
-        """Bytes at the peak, on the fullest GPU, and whether they fit; 0 where it is not known."""
-        if not self._knows_memory:
-            return 0.0, True
-        if longest > rows:
-            rows = self.rows(float(longest), bucket)
-        found = self._constant_bytes + self._row_bytes * rows
-        found += BYTES_PER_ADAPTER_PARAMETER * parameters
-        return found, self.usable_bytes is None or found <= self.usable_bytes
 
 
 class Span(NamedTuple):
@@ -277,7 +131,7 @@ class Costs:
         self.error = error
         self.seed = seed
         self._bases = {
-            base: BaseCosts(_with_kernel(each, kernel), _usable_bytes(each, cluster, margin))
+            base: BaseCosts(with_kernel(each, kernel), usable_bytes(each, cluster, margin))
             for base, each in profiles.items()
         }
         self._figures: dict[str, JobFigures] = {}
@@ -451,13 +305,6 @@ class Costs:
         )
 
 
-def fullest_part(sequences: float, replicas: int) -> float:
-    """Of so many sequences, the part that the fullest replica takes: sequences are whole."""
-    if replicas == 1:
-        return 1.0
-    return math.ceil(sequences / replicas - 1e-9) / sequences
-
-
 def segments_of(
     work: RoundWork, shares: Sequence[float], figures: Sequence[JobFigures], replicas: int
 ) -> float:
@@ -471,31 +318,6 @@ def segments_of(
     )
 
 
-def shared_tokens(
-    batch_tokens: Sequence[float], weights: Sequence[float], capacity: float
-) -> list[float]:
-    """Of each job in a round: by weight, at most its batch; what one cannot use goes to the
-    others."""
-    if sum(batch_tokens) <= capacity:
-        return list(batch_tokens)
-    shares = [0.0] * len(batch_tokens)
-    # Those whose batch is small for their weight run out first.
-    order = sorted(range(len(batch_tokens)), key=lambda i: batch_tokens[i] / weights[i])
-    left, heavy = capacity, sum(weights)
-    for i in order:
-        shares[i] = min(batch_tokens[i], left * weights[i] / heavy)
-        left -= shares[i]
-        heavy -= weights[i]
-    return shares
-
-
-def _with_kernel(profile: Profile, kernel: Kernel) -> Profile:
-    if kernel == "fused":
-        return profile
-    loop_s = UNFUSED_ROWS * profile.time.row_s
-    return replace(profile, time=replace(profile.time, segment_s=profile.time.segment_s + loop_s))
-
-
 def narrowest(cluster: Cluster, gpus: int) -> Tier:
     """For so many GPUs of an empty cluster."""
     if gpus == 1:
@@ -505,12 +327,6 @@ def narrowest(cluster: Cluster, gpus: int) -> Tier:
     sizes = {node.number: len(node.gpus) for node in cluster.nodes}
     racks = max(sum(sizes[node] for node in rack.nodes) for rack in cluster.racks)
     return Tier.RACK if gpus <= racks else Tier.CLUSTER
-
-
-def _usable_bytes(profile: Profile, cluster: Cluster, margin: float) -> float | None:
-    found = [profile.memory.usable_bytes, cluster.memory_bytes(range(len(cluster)))]
-    known = [each for each in found if each is not None]
-    return min(known) * (1 - margin) if known else None
 
 
 def _normal(seed: int, name: str) -> float:

@@ -18,9 +18,10 @@ from tlora.core.plan import Plan
 from tlora.core.records import as_json
 from tlora.core.request import JobRequest
 from tlora.core.state import GroupState, State
-from tlora.costs.groups import Costs, Kernel
+from tlora.costs.groups import Costs
 from tlora.costs.layout import BaseLayout
 from tlora.costs.profile import Profile, read_profile, shipped_profiles
+from tlora.costs.rounds import Kernel
 from tlora.model.loading import load_shape, resolve_device
 from tlora.model.targets import find_targets
 from tlora.runtime.assumed import assumed_profile

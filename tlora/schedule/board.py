@@ -285,10 +285,23 @@ class Board:
         """What leads from the state to the board, in an order that can be carried out: what gives
         GPUs back comes first. `everywhere`: buckets and weights of a few groups that
         nothing happened to are brought up to date too."""
-        if not self.touched and not everywhere:
+        if self.touched:
+            self._rename_taken_over()
+        looked_at = self._due_for_a_look() if everywhere else set[str]()
+        if not self.touched and not any(self._is_stale(name) for name in looked_at):
             return []
-        self._rename_taken_over()
-        return _Telling(self).decisions(everywhere=everywhere)
+        return _Telling(self).decisions(looked_at)
+
+    def _due_for_a_look(self) -> set[str]:
+        """A few groups that nothing happened to, others at every tick."""
+        names = list(self.bins)
+        first = int(self.state.now // 60) * LOOKS % max(1, len(names))
+        return set([*names[first:], *names[:first]][:LOOKS])
+
+    def _is_stale(self, name: str) -> bool:
+        """A group that nothing happened to on the board."""
+        group = self.state.groups[name]
+        return is_stale(self.bins[name], group.plan, group.jobs, self.pieces, WEIGHT_CHANGE)
 
     def _rename_taken_over(self) -> None:
         """A group that none of its jobs stays in ends on the way: what is there then is new."""
@@ -328,10 +341,11 @@ class _Telling:
 
         self._owned: set[str] = set()
 
-    def decisions(self, *, everywhere: bool) -> list[Decision]:
+    def decisions(self, looked_at: set[str]) -> list[Decision]:
+        """`looked_at`: groups that nothing happened to, and that may be stale."""
         if self.board.touched:
             self._tell_changes()
-        self._tell_stale(everywhere=everywhere)
+        self._tell_stale(looked_at)
         return self.out
 
     def _tell_changes(self) -> None:
@@ -370,27 +384,20 @@ class _Telling:
         for name in [each.name for each in board.bins.values() if each.is_new]:
             self._start(board.bins[name], starting[name])
 
-    def _tell_stale(self, *, everywhere: bool) -> None:
+    def _tell_stale(self, looked_at: set[str]) -> None:
         board = self.board
-        due = self._due_for_a_look() if everywhere else set[str]()
         for name, which in board.bins.items():
             if which.is_new:
                 continue
             if name in board.touched:
                 # Its bounds were reckoned with the weights that are due.
                 slack = 1e-6
-            elif name in due:
+            elif name in looked_at:
                 slack = WEIGHT_CHANGE
             else:
                 continue
-            if self._is_stale(which, slack):
+            if is_stale(which, self._plan(name), self.weights[name], board.pieces, slack):
                 self._resize(which)
-
-    def _due_for_a_look(self) -> set[str]:
-        """A few groups that nothing happened to, others at every tick."""
-        names = list(self.board.bins)
-        first = int(self.board.state.now // 60) * LOOKS % max(1, len(names))
-        return set([*names[first:], *names[:first]][:LOOKS])
 
     def _grow(self) -> None:
         """Groups to their GPUs, each when these are free."""
@@ -492,15 +499,22 @@ class _Telling:
             )
         )
 
-    def _is_stale(self, which: Bin, slack: float) -> bool:
-        if not which.priced.holds:
-            return False
-        if self._plan(which.name).bucket != which.priced.bucket:
-            return True
-        weights = self.weights[which.name]
-        capacity = which.priced.bucket * len(which.gpus)
-        if len(weights) == 1 or which.load.tokens <= capacity:
-            # All batches are whole in every round, whatever the weights.
-            return False
-        ratios = [weight / self.board.pieces[name].weight for name, weight in weights.items()]
-        return max(ratios) > min(ratios) * (1 + slack)
+
+def is_stale(
+    which: Bin,
+    plan: Plan,
+    weights: Mapping[str, float],
+    pieces: Mapping[str, Piece],
+    slack: float,
+) -> bool:
+    """A group's bucket or weights are not those that are best for its jobs."""
+    if not which.priced.holds:
+        return False
+    if plan.bucket != which.priced.bucket:
+        return True
+    capacity = which.priced.bucket * len(which.gpus)
+    if len(weights) == 1 or which.load.tokens <= capacity:
+        # All batches are whole in every round, whatever the weights.
+        return False
+    ratios = [weight / pieces[name].weight for name, weight in weights.items()]
+    return max(ratios) > min(ratios) * (1 + slack)

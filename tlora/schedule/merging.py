@@ -110,10 +110,14 @@ class Merging:
     def _merged(
         self, board: Board, seed: Bin, others: list[Bin], widest: int | None
     ) -> tuple[float, Load, tuple[int, ...], Priced] | None:
-        load, gpus = seed.load, seed.gpus
+        gpus = seed.gpus
         for each in others:
             gpus = (*gpus, *each.gpus)
-        load = load_of([*load.pieces, *(piece for each in others for piece in each.load.pieces)])
+        if board.pricing.are_hopeless([seed.load, *(each.load for each in others)], len(gpus)):
+            return None
+        load = load_of(
+            [*seed.load.pieces, *(piece for each in others for piece in each.load.pieces)]
+        )
         gpus = gpus[: min(useful_replicas(load), widest or len(gpus))]
         if board.pricing.is_hopeless(load, len(gpus)):
             return None

@@ -1,8 +1,8 @@
 """The jobs as grouping sees them: what each is due, how slow it may be, how urgent it is; and what
 several of them come to together.
 
-What was asked of a piece or a load is kept with it, from turn to turn, for as long as nobody's due
-changes.
+What was asked of a piece or a load is kept with it, from turn to turn. Where dues change, what
+depends on them is worked out again when it is next asked for (`Load.renew`); the rest stays.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -53,6 +53,22 @@ class Priced:
         return f"slowdown of {self.pressed}" if self.fits else "memory"
 
 
+class Whole(NamedTuple):
+    """A round with every job's whole batch, so that all step together. It does not depend on what
+    anybody is due."""
+
+    bucket: int | None
+    """None: no bucket holds it, and what follows is of no meaning."""
+
+    seconds: float = 0.0
+    worth: float = 0.0
+    padding: float = 1.0
+    """Rows for each token."""
+
+    memory_bytes: float = 0.0
+    fits: bool = True
+
+
 @dataclass(slots=True, eq=False)
 class Piece:
     job: JobState
@@ -93,6 +109,9 @@ class Piece:
     load: "Load | None" = None
     """Of itself, once somebody asked."""
 
+    dues: int = 0
+    """Counts changes of anybody's due."""
+
     @property
     def urgency(self) -> float:
         """How far its slowdown since it arrived, waiting included, presses on its bound."""
@@ -110,9 +129,12 @@ class Piece:
     @property
     def alone(self) -> "Load":
         """The load of this job by itself."""
-        if self.load is None:
-            self.load = _load_of_one(self)
-        return self.load
+        load = self.load
+        if load is None:
+            load = self.load = _load_of_one(self)
+        elif load.dues != self.dues:
+            load.renew()
+        return load
 
     def is_like(self, other: "Piece") -> bool:
         """No group would notice much if one were there instead of the other: ranks may differ."""
@@ -138,13 +160,14 @@ class Piece:
 
 class Load:
     """What the jobs of a group come to: sums over their batches. Never changed, but for what it
-    remembers."""
+    remembers, and for `renew`. The ones that it gives are up to date if it is."""
 
     __slots__ = (
         "_less",
         "_more",
         "beside_s",
         "densest",
+        "dues",
         "fair_tokens",
         "latent",
         "limit_s",
@@ -158,6 +181,7 @@ class Load:
         "step_s",
         "thinnest",
         "tokens",
+        "wholes",
         "worth",
     )
 
@@ -191,8 +215,11 @@ class Load:
     def __init__(self, pieces: tuple[Piece, ...]) -> None:
         """`load_of` and `plus` fill it."""
         self.pieces = pieces
+        self.dues = pieces[0].dues
         self.prices: dict[int | tuple[int, float], Priced] = {}
         """What was asked already, by the GPUs that it was asked for."""
+
+        self.wholes: dict[int | tuple[int, float], Whole] = {}
 
         self._more: dict[Piece, Load] = {}
         self._less: dict[Piece, Load] = {}
@@ -203,6 +230,8 @@ class Load:
             if len(self._more) >= MOST_KEPT:
                 self._more.clear()
             found = self._more[piece] = self._plus(piece)
+        elif found.dues != self.dues:
+            found.renew()
         return found
 
     def without(self, piece: Piece) -> "Load":
@@ -212,7 +241,26 @@ class Load:
             rest = tuple([each for each in self.pieces if each is not piece])
             assert rest, f"{piece.name} is the only one"
             found = self._less[piece] = load_of(rest)
+        elif found.dues != self.dues:
+            found.renew()
         return found
+
+    def renew(self) -> None:
+        """After dues have changed."""
+        fair_tokens, needs, limit_s, pressed = 0.0, 0.0, float("inf"), ""
+        for piece in self.pieces:
+            fair_tokens += piece.weight
+            needs += piece.needs
+            if piece.limit_s < limit_s:
+                limit_s, pressed = piece.limit_s, piece.name
+        self.fair_tokens, self.needs, self.limit_s, self.pressed = (
+            fair_tokens,
+            needs,
+            limit_s,
+            pressed,
+        )
+        self.prices = {}
+        self.dues = self.pieces[0].dues
 
     def exchanged(self, gone: Piece, come: Piece) -> "Load":
         """With one job instead of another."""
@@ -297,19 +345,24 @@ class Pieces:
         self._kept: dict[str, Piece] = {}
         self._loads: dict[str, KeptLoad] = {}
         self._credit: dict[str, float] = {}
+        self._dues = 0
         self._seen: tuple[State, int] | None = None
         """The state that it was last asked about, and its revision."""
 
     def of(self, state: State) -> dict[str, Piece]:
         """Of all runnable jobs, by name, in order of arrival. Those of the last turn are changed by
         it."""
-        self._credit.clear()
-        self._credit.update({tenant: credit_of(state, tenant) for tenant in state.due})
+        self.credit(state)
         last = self._seen
         if last is None or last[0] is not state or last[1] != state.revision:
             self._bring_up_to_date(state)
             self._seen = (state, state.revision)
         return dict(self._kept)
+
+    def credit(self, state: State) -> None:
+        """That of the tenants, which every piece looks up, is brought up to date."""
+        self._credit.clear()
+        self._credit.update({tenant: credit_of(state, tenant) for tenant in state.due})
 
     def of_outside(self, state: State, jobs: Iterable[JobState]) -> dict[str, Piece]:
         """Of jobs beyond the limit: due what the best served of as many GPUs are."""
@@ -318,6 +371,7 @@ class Pieces:
         for job in jobs:
             piece = result[job.name] = new_piece(job, self.costs, self._credit)
             piece.owe(min(float(piece.gpus), most))
+            piece.dues = self._dues
         return result
 
     def _bring_up_to_date(self, state: State) -> None:
@@ -338,11 +392,9 @@ class Pieces:
         for name in kept.keys() - result.keys():
             # It and its load know each other, and would be left to the garbage collector.
             kept[name].load = None
-        if changed:
-            # Loads remember others with a job more or less, so all of them are of no use.
-            self._loads = {}
-            for piece in result.values():
-                piece.load = None
+        self._dues += changed
+        for piece in result.values():
+            piece.dues = self._dues
         self._kept = result
 
     def loads(self, state: State, pieces: Mapping[str, Piece]) -> dict[str, Load]:
@@ -354,6 +406,8 @@ class Pieces:
             if found is None or found.group is not group or found.changes != group.changes:
                 load = load_of_group(group, pieces)
                 found = KeptLoad(group, group.changes, load)
+            elif found.load.dues != self._dues:
+                found.load.renew()
             self._loads[name] = found
             result[name] = found.load
         return result

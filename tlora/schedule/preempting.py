@@ -2,6 +2,7 @@
 dues. These wait then, and become urgent in their turn."""
 
 import math
+from itertools import islice
 
 from tlora.core.decision import Reasons
 from tlora.core.state import JobState, State
@@ -58,17 +59,23 @@ def take_turns(
     """Jobs from beyond the limit that have waited too long, each instead of one that runs and has
     much more to do: a pause is little to that."""
     now = board.state.now
+    needed = {piece.name: LONGER * _remaining_s(piece) for piece in overdue}
+    least = min(needed.values())
+    victims = [
+        (each, remaining)
+        for each in movable
+        if each.job.group is not None
+        and now - each.job.since_s >= QUANTUM_S
+        and (remaining := _remaining_s(each)) >= least
+    ]
+    victims.sort(key=lambda one: (one[0].gpus, -one[1], one[0].rank))
     for piece in overdue:
-        victims = [
+        found = (
             each
-            for each in movable
-            if each.job.group is not None
-            and board.place[each.name] == each.job.group
-            and now - each.job.since_s >= QUANTUM_S
-            and _remaining_s(each) >= LONGER * _remaining_s(piece)
-        ]
-        victims.sort(key=lambda each: (each.gpus, -_remaining_s(each), each.rank))
-        for victim in victims[:VICTIMS]:
+            for each, remaining in victims
+            if remaining >= needed[piece.name] and board.place[each.name] == each.job.group
+        )
+        for victim in list(islice(found, VICTIMS)):
             if _take_turn(board, piece, victim, widest):
                 break
 

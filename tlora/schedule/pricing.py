@@ -1,11 +1,12 @@
 """What some jobs on some GPUs come to, under the best bucket."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 from tlora.core.cluster import Link
-from tlora.costs.groups import BaseCosts, Costs, Span, fullest_part
-from tlora.schedule.pieces import Load, Piece, Priced
+from tlora.costs.groups import Costs, Span
+from tlora.costs.rounds import BaseCosts, fullest_part
+from tlora.schedule.pieces import Load, Piece, Priced, Whole
 
 ROUNDING = 1e-9
 
@@ -47,7 +48,7 @@ class Pricing:
         key = span.key if speed == 1.0 else (span.key, speed)
         found = load.prices.get(key)
         if found is None:
-            found = load.prices[key] = self._price(load, span, speed)
+            found = load.prices[key] = self._price(load, span, speed, key)
         self.asked += found.asked
         return found
 
@@ -59,18 +60,34 @@ class Pricing:
             needs, latent, jobs = needs + piece.needs, latent + piece.figures.latent, jobs + 1
         return needs * self.costs.mistake(latent, jobs) > replicas * (1 + 1e-6)
 
-    def _price(self, load: Load, span: Span, speed: float) -> Priced:
+    def are_hopeless(self, loads: Sequence[Load], replicas: int) -> bool:
+        """Likewise of several loads together."""
+        needs, latent, jobs = 0.0, 0.0, 0
+        for load in loads:
+            needs, latent, jobs = needs + load.needs, latent + load.latent, jobs + len(load.pieces)
+        return needs * self.costs.mistake(latent, jobs) > replicas * (1 + 1e-6)
+
+    def _price(self, load: Load, span: Span, speed: float, key: int | tuple[int, float]) -> Priced:
+        whole = load.wholes.get(key)
+        if whole is None:
+            whole = load.wholes[key] = self._whole(load, span, speed)
+        best: Priced | None = None
+        if whole.bucket is not None:
+            fits, breach = whole.fits, whole.seconds / load.limit_s
+            best = Priced(
+                whole.bucket,
+                whole.worth,
+                breach,
+                load.pressed,
+                whole.memory_bytes,
+                fits,
+                fits and breach <= 1 + ROUNDING,
+            )
+            if best.holds and whole.padding <= PADDING and load.densest <= MIXED * load.thinnest:
+                return best
         base = self.costs.base(load.pieces[0].base)
         pace = self.costs.mistake(load.latent, len(load.pieces)) / speed
         replicas, link = span.replicas, span.link
-        best, padding = self._whole(base, load, replicas, link, pace)
-        if (
-            best is not None
-            and best.holds
-            and padding <= PADDING
-            and load.densest <= MIXED * load.thinnest
-        ):
-            return best
         asked = 0 if best is None else 1
         for bucket in reversed(base.buckets):
             if bucket * replicas >= load.tokens:
@@ -98,15 +115,13 @@ class Pricing:
         best.asked = asked
         return best
 
-    def _whole(
-        self, base: BaseCosts, load: Load, replicas: int, link: Link | None, pace: float
-    ) -> tuple[Priced | None, float]:
-        """Every job's whole batch in each round, so that all step together, and the rows for each
-        token; None if no bucket holds that."""
+    def _whole(self, load: Load, span: Span, speed: float) -> Whole:
+        base = self.costs.base(load.pieces[0].base)
+        replicas = span.replicas
         part = fullest_part(load.sequences, replicas)
         bucket = base.bucket_for(load.tokens * part)
         if bucket is None:
-            return None, 1.0
+            return Whole(None)
         segments = float(len(load.pieces))
         if replicas > 1:
             segments = 0.0
@@ -121,12 +136,12 @@ class Pricing:
             load.step_s,
             load.parameters,
             replicas,
-            link,
+            span.link,
         )
-        seconds *= pace
-        breach = seconds / load.limit_s
-        found = _priced(base, load, bucket, rows, load.worth / seconds, breach, load.pressed)
-        return found, rows * replicas / load.tokens
+        seconds *= self.costs.mistake(load.latent, len(load.pieces)) / speed
+        memory, fits = base.memory(rows, load.longest, bucket, load.parameters)
+        padding = rows * replicas / load.tokens
+        return Whole(bucket, seconds, load.worth / seconds, padding, memory, fits)
 
     def _shared(
         self,
@@ -186,20 +201,10 @@ class Pricing:
             link,
         )
         seconds *= pace
-        return _priced(base, load, bucket, rows, worth / seconds, breach * seconds, pressed)
-
-
-def _priced(
-    base: BaseCosts,
-    load: Load,
-    bucket: int,
-    rows: float,
-    worth: float,
-    breach: float,
-    pressed: str,
-) -> Priced:
-    memory, fits = base.memory(rows, load.longest, bucket, load.parameters)
-    return Priced(bucket, worth, breach, pressed, memory, fits, fits and breach <= 1 + ROUNDING)
+        breach *= seconds
+        memory, fits = base.memory(rows, load.longest, bucket, load.parameters)
+        holds = fits and breach <= 1 + ROUNDING
+        return Priced(bucket, worth / seconds, breach, pressed, memory, fits, holds)
 
 
 def _better(one: Priced, other: Priced) -> bool:

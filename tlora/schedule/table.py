@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tlora.core.errors import SpecError
-from tlora.costs.groups import Costs, Kernel
+from tlora.costs.groups import Costs
+from tlora.costs.rounds import Kernel
 from tlora.schedule.fifo import FifoMemory
 from tlora.schedule.makespan import Makespan
 from tlora.schedule.policy import Policy

@@ -6,7 +6,9 @@ and at ticks look whether whole groups should be merged. Jobs that run are moved
 earns its cost, and not often.
 """
 
+import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from tlora.core.decision import Decision, Reasons, Refuse
 from tlora.core.event import Arrival, Event, Tick
@@ -38,6 +40,20 @@ SEEDS = 1
 """Groups per tier that a tick tries to merge others into."""
 
 
+class Quiet(NamedTuple):
+    """After a turn in which all jobs ran and nothing was found to do. While nothing happens and the
+    same jobs may be moved, nothing but what takes turns from tick to tick can be found: gains stay,
+    and tolls grow as jobs near their ends."""
+
+    state: State
+    revision: int
+    until: float
+    """Then one more job may be moved."""
+
+    movable: set[str]
+    board: Board
+
+
 class Tlora(Policy):
     overtakes = True
 
@@ -49,15 +65,36 @@ class Tlora(Policy):
         self._fitting: set[str] = set()
         self.tolls = Tolls(costs, self.settings.horizon_s)
         self.merging = Merging(self.tolls, audit=self.settings.audit)
+        self._quiet: Quiet | None = None
 
     @property
     def cut_misses(self) -> int:
         return self.merging.misses
 
+    @property
+    def is_quiet(self) -> bool:
+        """After the last turn: a tick would find nothing but what takes turns."""
+        return self._quiet is not None
+
     def decide(self, state: State, events: Sequence[Event]) -> list[Decision]:
         jobs = state.runnable()
         if not state.up_gpus or _concerns_nobody(events, jobs):
             return []
+        ticks = any(isinstance(event, Tick) for event in events)
+        outside = overdue_outside(state, self.costs, self.settings)
+        quiet, self._quiet = self._quiet, None
+        if (
+            ticks
+            and not outside
+            and quiet is not None
+            and quiet.state is state
+            and quiet.revision == state.revision
+            and state.now < quiet.until
+        ):
+            self.pieces.credit(state)
+            self._merge(quiet.board, quiet.movable)
+            self._quiet = None if quiet.board.touched else quiet
+            return quiet.board.decisions(everywhere=True)
         refused = self._refused(state, jobs)
         pieces = self.pieces.of(state)
         for decision in refused:
@@ -65,25 +102,36 @@ class Tlora(Policy):
         if not pieces:
             return list(refused)
         loads = self.pieces.loads(state, pieces)
-        overdue = self.pieces.of_outside(state, overdue_outside(state, self.costs, self.settings))
+        overdue = self.pieces.of_outside(state, outside)
         board = Board(state, self.costs, pieces | overdue, loads)
-        ticks = any(isinstance(event, Tick) for event in events)
         if overdue:
             board.barred |= overdue.keys()
-            movable = self._movable(board, pieces.values())
+            movable = self._movable(state, pieces.values())
             take_turns(board, list(overdue.values()), movable, self._widest)
         self._place(board)
         if board.waiting():
             make_way(board, self.settings)
         if board.free:
-            movable = self._movable(board, _pressed(board))
+            movable = self._movable(state, _pressed(board))
             spread(board, self.tolls, {piece.name for piece in movable}, self._widest)
         self._relieve(board)
-        if ticks and board.is_contended and board.bins:
-            movable = self._movable(board, pieces.values())
-            names = {piece.name for piece in movable}
-            self.merging.merge(board, names, self._widest, SEEDS)
+        if ticks:
+            movable = self._movable(state, pieces.values())
+            self._merge(board, {piece.name for piece in movable})
+        if not board.touched and not board.waiting() and not overdue and not refused:
+            self._quiet = self._be_quiet(board)
         return [*refused, *board.decisions(everywhere=ticks)]
+
+    def _be_quiet(self, board: Board) -> Quiet:
+        state, pieces = board.state, board.pieces.values()
+        movable = {piece.name for piece in self._movable(state, pieces)}
+        others = [piece for piece in pieces if piece.name not in movable]
+        until = min((self._movable_from(piece) for piece in others), default=math.inf)
+        return Quiet(state, state.revision, until, movable, board)
+
+    def _merge(self, board: Board, movable: set[str]) -> None:
+        if board.is_contended and board.bins:
+            self.merging.merge(board, movable, self._widest, SEEDS)
 
     def look_by(self, state: State) -> float:
         return next_patience_end(state, self.costs, self.settings)
@@ -125,12 +173,12 @@ class Tlora(Policy):
             for piece in which.load.pieces
         ]
         if broken:
-            those = self._movable(board, broken)[:RUNNING_LOOKED_AT]
+            those = self._movable(board.state, broken)[:RUNNING_LOOKED_AT]
             improve(board, self.tolls, those, budget=self.settings.budget, widest=self._widest)
 
-    def _movable(self, board: Board, pieces: Iterable[Piece]) -> list[Piece]:
+    def _movable(self, state: State, pieces: Iterable[Piece]) -> list[Piece]:
         """Those that may be moved now: not just placed, not moved too often."""
-        now, settings = board.state.now, self.settings
+        now, settings = state.now, self.settings
         return [
             piece
             for piece in pieces
@@ -141,6 +189,15 @@ class Tlora(Policy):
                 < 2 + (now - piece.job.request.arrival_s) / 3600 * settings.moves_per_hour
             )
         ]
+
+    def _movable_from(self, piece: Piece) -> float:
+        """When a job that may not be moved may be, or a little earlier: rounding."""
+        job, settings = piece.job, self.settings
+        from_s = job.since_s + settings.min_stay_s
+        if job.moves >= 2:
+            per_hour = max(settings.moves_per_hour, 1e-9)
+            from_s = max(from_s, job.request.arrival_s + 3600 * (job.moves - 2) / per_hour)
+        return from_s - 1.0
 
     def _refused(self, state: State, jobs: Iterable[JobState]) -> list[Refuse]:
         """Jobs that would not fit on a GPU by themselves."""

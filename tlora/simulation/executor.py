@@ -10,9 +10,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from tlora.control.breaches import FEWEST_STEPS, WINDOW_S, Breaches, is_breach
+from tlora.control.breaches import FEWEST_STEPS, WINDOW_S, Breaches, most_due
 from tlora.core.clock import ManualClock
 from tlora.core.decision import Decision, Join, Move, Pause, Refuse, Resize, Start
 from tlora.core.event import (
@@ -85,6 +85,17 @@ class _Group:
     """When its rates have been measured."""
 
 
+class _Suspect(NamedTuple):
+    """A group with a job that would be beyond its bound if it were due all its GPUs."""
+
+    version: int
+    most_due: dict[str, float]
+    """Job -> the GPUs that it may be due before it is beyond."""
+
+    least: float
+    """Of these."""
+
+
 class SimulatedExecutor:
     """`costs` are the truth here; a policy may be given others."""
 
@@ -128,9 +139,12 @@ class SimulatedExecutor:
         self._lost: set[str] = set()
         self._fair_gpus = fair_gpus
         self._breaches = Breaches(costs)
-        self._suspects: dict[str, int] = {}
-        """Groups with a job that would be beyond its bound if it were due all its GPUs, and their
-        versions."""
+        self._suspects: dict[str, _Suspect] = {}
+        self._beyond: list[str] = []
+        """Of these, the groups in which one is due more than it may be."""
+
+        self._beyond_by: Mapping[str, float] | None = None
+        """What was due when that was found; None once a group has changed since."""
 
     @property
     def idle(self) -> bool:
@@ -211,7 +225,7 @@ class SimulatedExecutor:
         """When the first of those that are beyond their bounds is seen to be: at the end of a
         window in which nothing changed."""
         now, found = self.clock.now(), math.inf
-        for name in self._suspected():
+        for name in self._find_beyond():
             at = self._groups[name].seen_from
             if at < now:
                 at += WINDOW_S * math.ceil((now - at) / WINDOW_S)
@@ -221,21 +235,31 @@ class SimulatedExecutor:
 
     def _tell_breaches(self, now: float) -> list[SlowdownBreach]:
         events: list[SlowdownBreach] = []
-        for name in self._suspected():
+        for name in self._find_beyond():
             if self._groups[name].seen_from <= now:
                 broken = self._broken(name, now)
                 self._breaches.told(broken, self._members(name))
                 events += broken
         return events
 
-    def _suspected(self) -> list[str]:
-        """Those that are still as they were."""
-        self._suspects = {
-            name: version
-            for name, version in self._suspects.items()
-            if name in self._groups and self._groups[name].version == version
-        }
-        return list(self._suspects)
+    def _find_beyond(self) -> list[str]:
+        """Worked out again only where dues or groups have changed."""
+        fair = self._fair_gpus()
+        if fair is not self._beyond_by:
+            self._suspects = {
+                name: suspect
+                for name, suspect in self._suspects.items()
+                if name in self._groups and self._groups[name].version == suspect.version
+            }
+            highest = max(fair.values(), default=0.0)
+            self._beyond = [
+                name
+                for name, suspect in self._suspects.items()
+                if suspect.least < highest
+                and any(fair.get(job, 0.0) > most for job, most in suspect.most_due.items())
+            ]
+            self._beyond_by = fair
+        return self._beyond
 
     def _broken(self, name: str, at: float) -> list[SlowdownBreach]:
         rates = self._groups[name].rates.values()
@@ -350,9 +374,14 @@ class SimulatedExecutor:
         start = max(group.since, group.stalled_until)
         group.began, group.trains_from = group.since, start
         group.seen_from = start + max(WINDOW_S, FEWEST_STEPS / sum(found.steps_per_s))
-        for request, rate in zip(requests, found.steps_per_s, strict=True):
-            if is_breach(1 / (self.costs.figures(request).solo_step_s * rate), request):
-                self._suspects[name] = group.version
+        most = {
+            request.name: most_due(request, rate, self.costs.figures(request).solo_step_s)
+            for request, rate in zip(requests, found.steps_per_s, strict=True)
+        }
+        suspected = {each.name: most[each.name] for each in requests if most[each.name] < each.gpus}
+        if suspected:
+            self._suspects[name] = _Suspect(group.version, suspected, min(suspected.values()))
+            self._beyond_by = None
         at, job = min(
             (start + max(0.0, self._last_step(job) - self._steps[job]) / rate, job)
             for job, rate in group.rates.items()
@@ -362,6 +391,7 @@ class SimulatedExecutor:
     def _end_stretch(self, name: str, group: _Group) -> None:
         """Of the rates that it had so far."""
         now = self.clock.now()
+        self._beyond_by = None
         if self._watcher is not None and group.rates and now > group.began:
             trains_from = min(group.trains_from, now)
             self._watcher.on_stretch(

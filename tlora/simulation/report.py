@@ -83,7 +83,7 @@ def table_lines(comparison: Comparison) -> list[Line]:
             values = [each[name] for each in values]
         cells = tuple(show(value) for value in values)
         known = [value for value in values if value is not None]
-        if least is None or not known:
+        if least is None or not known or len(cells) == 1:
             return Line(label, cells, (False,) * len(cells))
         top = show(min(known) if least else max(known))
         # What reads the same is no better.
