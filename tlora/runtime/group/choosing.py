@@ -6,11 +6,24 @@ from pathlib import Path
 from tlora.core.job import RunSpec
 from tlora.core.plan import Plan
 from tlora.runtime.directory import RunDirectory
-from tlora.runtime.planning import look_into
+from tlora.runtime.planning import Ground, look_into
 from tlora.runtime.resuming import finished, saved_steps
 from tlora.schedule import plan_check, ways
 from tlora.schedule.planner import Planner
 from tlora.schedule.ways import Way
+
+
+def ground_of(spec: RunSpec, *, output: Path | None, profile: str | None) -> Ground | None:
+    """Of what is left of the run in `output`; None if all of its jobs are over."""
+    steps: dict[str, int] = {}
+    if output is not None:
+        directory = RunDirectory(output)
+        left = tuple(job for job in spec.jobs if finished(directory, job) is None)
+        if not left:
+            return None
+        spec = replace(spec, jobs=left)
+        steps = {job.name: saved_steps(directory, job.name) for job in left}
+    return look_into(spec, profile=profile, steps=steps)
 
 
 def planner_for(
@@ -22,24 +35,19 @@ def planner_for(
     per_node: int | None = None,
 ) -> Planner | None:
     """For what is left of the run in `output`; None if all of its jobs are over."""
-    steps: dict[str, int] = {}
-    if output is not None:
-        directory = RunDirectory(output)
-        left = tuple(job for job in spec.jobs if finished(directory, job) is None)
-        if not left:
-            return None
-        spec = replace(spec, jobs=left)
-        steps = {job.name: saved_steps(directory, job.name) for job in left}
-    ground = look_into(spec, profile=profile, steps=steps)
-    return ground.planner(gpus, per_node=per_node or gpus)
+    ground = ground_of(spec, output=output, profile=profile)
+    return None if ground is None else ground.planner(gpus, per_node=per_node or gpus)
 
 
 def way_over_devices(
     spec: RunSpec, devices: int, *, output: Path | None, profile: str | None
 ) -> Way:
     """For `tlora train --devices N`. `output` is None where the run starts over."""
-    planner = planner_for(spec, devices, output=output, profile=profile)
-    return Way(None, "") if planner is None else ways.choose_way(planner, devices)
+    ground = ground_of(spec, output=output, profile=profile)
+    if ground is None:
+        return Way(None, "")
+    way = ways.choose_way(ground.planner(devices, per_node=devices), devices)
+    return _with_source(way, ground)
 
 
 def fastest_plan(
@@ -52,11 +60,16 @@ def fastest_plan(
     use_all: bool = False,
 ) -> Way:
     """Of the jobs as one group; the same on every rank that asks."""
-    planner = planner_for(spec, ranks, output=output, profile=profile, per_node=per_node)
-    if planner is None:
+    ground = ground_of(spec, output=output, profile=profile)
+    if ground is None:
         # Nothing is left to be trained: any plan will do.
         return Way(Plan(bucket=1, replicas=ranks, adapters="rank_local"), "")
-    return ways.group_plan(planner, ranks, use_all=use_all)
+    planner = ground.planner(ranks, per_node=per_node or ranks)
+    return _with_source(ways.group_plan(planner, ranks, use_all=use_all), ground)
+
+
+def _with_source(way: Way, ground: Ground) -> Way:
+    return replace(way, sentence=f"{way.sentence}. Profile: {ground.chosen.source}")
 
 
 def check_memory(
