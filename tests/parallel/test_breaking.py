@@ -120,6 +120,39 @@ def test_a_pass_without_work_that_breaks_off_holds_nobody_up(
     assert same_as_alone(told, alone, ("one",))
 
 
+def test_a_rank_without_work_makes_room_too(ranks: Ranks, checkpoint: str, alone: Told) -> None:
+    """Out of memory for the others' sake: layers that stay gathered are fewer on all ranks."""
+    plan = Plan(bucket=192, fsdp=2, kept_layers=2, adapters="rank_local")
+    told = ranks.call(
+        rank_work.train_in_group,
+        2,
+        plan=plan,
+        path=checkpoint,
+        first=("one",),
+        break_pass=(1, 2, "backward"),
+        fault="joining, memory",
+    )
+    assert told[1].breaks == 1 and [each.kept_layers for each in told] == [1, 1]
+    assert same_as_alone(told, alone, ("one",))
+
+
+def test_a_job_ends_on_all_ranks_though_a_pass_of_others_breaks_off(
+    ranks: Ranks, alone: Told
+) -> None:
+    """At the very turn that all are through with it: it leaves both ranks before the next one."""
+    plan = Plan(bucket=192, replicas=2, adapters="mixed", spread=("odd",))
+    told = ranks.call(
+        rank_work.train_in_group,
+        2,
+        plan=plan,
+        first=JOBS,
+        break_pass=(0, 0, "forward"),
+        fault="ending",
+    )
+    assert told[0].breaks == 1 and not any(each.failed for each in told)
+    assert same_as_alone(told, alone)
+
+
 def test_a_pass_that_breaks_off_without_shards(ranks: Ranks, alone: Told) -> None:
     """Whole copies: the other rank does not even notice, but for the job that spans both."""
     plan = Plan(bucket=192, replicas=2)

@@ -48,6 +48,8 @@ def test_nothing_runs_where_nobody_wants_anything() -> None:
 @pytest.mark.parametrize(
     ("one", "other", "verdict"),
     [
+        (Standing.OVER, Standing.BUSY, Standing.BUSY),
+        (Standing.OVER, Standing.LEAVE, Standing.LEAVE),
         (Standing.READY, Standing.READY, Standing.READY),
         (Standing.READY, Standing.BUSY, Standing.BUSY),
         (Standing.BUSY, Standing.REPLAY, Standing.REPLAY),
@@ -55,6 +57,7 @@ def test_nothing_runs_where_nobody_wants_anything() -> None:
     ],
 )
 def test_the_worst_standing_of_a_job_counts(one, other, verdict) -> None:
-    """A step only if all are ready; a failure on one rank is one on all."""
+    """A step only if all are ready, an end only if all have come to it; a failure on one rank is
+    one on all."""
     wishes = [Wish(alive=True, standings=(each, Standing.BUSY)) for each in (one, other)]
     assert agreed(*wishes).standings == (verdict, Standing.BUSY)

@@ -24,9 +24,11 @@ def test_preference_pairs_span_ranks(ranks: Ranks, checkpoint: str) -> None:
             assert losses == pytest.approx(alone.evaluations[name], rel=ROUNDING), name
 
 
-def test_a_job_that_pauses_on_one_rank_pauses_on_all(ranks: Ranks, alone: Told) -> None:
-    """At the same step, with the reason; its neighbour goes on as alone."""
-    told = ranks.call(rank_work.pause_on_one_rank, 2)
-    assert [each[:3] for each in told] == 2 * [("paused", "the disk is full (rank 0)", 3)]
+@pytest.mark.parametrize("step", [3, rank_work.STEPS["dropped"]], ids=["midway", "at its end"])
+def test_a_job_that_pauses_on_one_rank_pauses_on_all(step: int, ranks: Ranks, alone: Told) -> None:
+    """At the same step, with the reason, though the other rank would have ended it by then; its
+    neighbour goes on as alone."""
+    told = ranks.call(rank_work.pause_on_one_rank, 2, step=step)
+    assert [each[:3] for each in told] == 2 * [("paused", "the disk is full (rank 0)", step)]
     for *_, curves in told:
         assert difference(curves["one"], alone.curves["one"]).within(ROUNDING)

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from support.curves import Curve, Watcher
 from support.jobs import BY_NAME, ROWS, VOCABULARY, base_model
 from support.preference import PAIR_JOBS, PAIRS
+from tlora.core.errors import SpecError
 from tlora.core.job import BaseSpec, EvalSpec, JobSpec
 from tlora.core.plan import Plan
 from tlora.core.sequence import TokenSequence
@@ -23,7 +24,7 @@ from tlora.model.packing import Share, pack
 from tlora.model.super_model import SuperModel
 from tlora.parallel import lock_step
 from tlora.parallel.counting import Counts
-from tlora.parallel.lock_step import Pass
+from tlora.parallel.lock_step import Pass, Standing
 from tlora.parallel.mesh import shard_mesh
 from tlora.parallel.reduction import sum_in_order
 from tlora.parallel.shard_loading import load_sharded
@@ -259,23 +260,28 @@ def less(after: dict[str, dict[str, int]], before: dict[str, dict[str, int]]) ->
 def break_at(engine: GroupEngine, number: int, place: str, fault: str, breaks: list[str]):
     """An exception in the middle of the forward or the backward of the first training nano-batch
     with work from that number on; with `fault` "joining" of the first one without. "memory" makes
-    it one for want of that, and a job's name one for want of memory in every nano-batch of that
-    job."""
+    it one for want of that, "joining, memory" both, and a job's name one for want of memory in
+    every nano-batch of that job. "ending": before the nano-batch of the turn at which all are
+    through with the last evaluation of a job that spans ranks."""
     from tlora.model.linear import SharedInput
 
     seen = {"passes": 0, "inside": False}
     original_launch, original_join = engine._launch, engine._join_without_work
     middle = engine.super_model.groups[len(engine.super_model.groups) // 2]
     original = SharedInput._compute
-    for_ever = fault not in ("", "memory", "joining")
+    joining = fault.startswith("joining")
+    for_ever = fault in STEPS
     error: Exception = RuntimeError("broken on purpose")
-    if for_ever or fault == "memory":
+    if for_ever or fault.endswith("memory"):
         error = torch.OutOfMemoryError("out of memory on purpose")
 
     def launch(launched, composition):
         seen["passes"] += 1
         jobs = [pick.job for pick in composition.picks]
-        seen["inside"] = fault != "joining" and (not for_ever or fault in jobs)
+        if fault == "ending" and not breaks and ends_now(engine):
+            breaks.append(place)
+            raise error
+        seen["inside"] = fault in ("", "memory") or fault in jobs
         try:
             original_launch(launched, composition)
         finally:
@@ -283,7 +289,7 @@ def break_at(engine: GroupEngine, number: int, place: str, fault: str, breaks: l
 
     def join(kind):
         seen["passes"] += 1
-        seen["inside"] = fault == "joining"
+        seen["inside"] = joining
         try:
             original_join(kind)
         finally:
@@ -309,6 +315,15 @@ def break_at(engine: GroupEngine, number: int, place: str, fault: str, breaks: l
         SharedInput._compute = original
 
     return undo
+
+
+def ends_now(engine: GroupEngine) -> bool:
+    """Some job that spans ranks has come to its end, by the last agreement."""
+    assert engine.verdict is not None
+    return any(
+        standing is Standing.READY and engine.step(job.name) == STEPS[job.name]
+        for job, standing in zip(engine._spanning(), engine.verdict.standings, strict=True)
+    )
 
 
 def break_twin(twin: str):
@@ -590,8 +605,9 @@ def train_pairs(path: str = "") -> Told:
     return Told(watcher.curves, watcher.evaluations, watcher.failed, watcher.errors, {}, Usage())
 
 
-def pause_on_one_rank() -> tuple[str, str | None, int, dict[str, Curve]]:
-    """Rank 0 alone finds that a job that spans ranks cannot be saved after its third step."""
+def pause_on_one_rank(*, step: int) -> tuple[str, str | None, int, dict[str, Curve]]:
+    """Rank 0 alone finds that a job that spans ranks cannot be saved after this step, or after the
+    last evaluation that follows it."""
     model = SuperModel(base_model())
     engine = GroupEngine(
         model, budget_tokens=192, bucket_step=32, counts=Counts(), spans=lambda name: True
@@ -600,7 +616,15 @@ def pause_on_one_rank() -> tuple[str, str | None, int, dict[str, Curve]]:
     class Full(Seen):
         def on_step(self, driver: JobDriver, done: StepDone) -> None:
             super().on_step(driver, done)
-            if dist.get_rank() == 0 and driver.name == "dropped" and done.step == 3:
+            if step < driver.total_steps:
+                self._pause(driver)
+
+        def on_evaluation(self, driver: JobDriver, done: EvaluationDone) -> None:
+            super().on_evaluation(driver, done)
+            self._pause(driver)
+
+        def _pause(self, driver: JobDriver) -> None:
+            if dist.get_rank() == 0 and (driver.name, driver.step) == ("dropped", step):
                 driver.status, driver.reason = Status.PAUSED, "the disk is full"
 
     watcher = Full(engine)
@@ -610,3 +634,14 @@ def pause_on_one_rank() -> tuple[str, str | None, int, dict[str, Curve]]:
     run_group(engine, drivers, watcher)
     paused = drivers[0]
     return paused.status.value, paused.reason, paused.step, watcher.curves
+
+
+def compared(*, buckets: list[int], attempts: list[int]) -> tuple[str, bool] | str:
+    """Of ranks with these plans, which launchers have started so often."""
+    from tlora.runtime.group.running import compare
+
+    rank = dist.get_rank()
+    try:
+        return tuple(compare(Plan(bucket=buckets[rank], replicas=2), attempts[rank]))
+    except SpecError as error:
+        return str(error)

@@ -23,16 +23,19 @@ class Pass(Enum):
 
 
 class Standing(IntEnum):
-    """Of the current batch of a job that spans ranks, as one rank sees it; the largest counts."""
+    """Of a job that spans ranks and its current batch, as one rank sees it; the largest counts."""
 
-    READY = 0
+    OVER = 0
+    """The job has come to its end on this rank: it leaves once all say so."""
+
+    READY = 1
     """Through on this rank: the job may step, or its evaluation end, once all say so."""
 
-    BUSY = 1
-    REPLAY = 2
+    BUSY = 2
+    REPLAY = 3
     """A nano-batch of it broke off: all ranks drop what they have of the batch and run it again."""
 
-    LEAVE = 3
+    LEAVE = 4
     """It cannot go on here, and so nowhere."""
 
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from tlora.core.errors import JobFailed
 from tlora.core.sequence import Sequences, TokenSequence, Unit
+from tlora.model.memory import is_out_of_memory
 from tlora.model.packing import Share, pack
 from tlora.model.super_model import SuperModel
 from tlora.parallel.counting import Counts, Purpose
@@ -111,6 +112,10 @@ class GroupEngine(Engine):
         self.paused: set[str] = set()
         """Jobs that left all ranks without having failed."""
 
+        self.ended: list[str] = []
+        """Jobs that span ranks and have come to their end on all: to be detached by whoever drives
+        them, before the next nano-batch."""
+
         self._lock_step = LockStep(counts)
         self._sharded = sharded
         self._spans = spans
@@ -124,6 +129,9 @@ class GroupEngine(Engine):
         self._replays: set[str] = set()
         self._leaving: dict[str, dict[str, Any]] = {}
         """Jobs that span ranks and cannot go on here, and why; until all ranks know."""
+
+        self._over: set[str] = set()
+        """Jobs that span ranks and have come to their end here; until they have on all."""
 
     @property
     def over(self) -> bool:
@@ -154,6 +162,12 @@ class GroupEngine(Engine):
         assert self._job(name).part is not None, f"{name} is on this rank alone"
         self._leaving.setdefault(name, {"paused": paused, "reason": reason})
         self._jobs[name].batch = None
+
+    def ask_to_end(self, name: str) -> None:
+        """Of a job that spans ranks: it has come to its end. It stays until it has on all of them,
+        for one may know a reason why it cannot."""
+        assert self._job(name).part is not None, f"{name} is on this rank alone"
+        self._over.add(name)
 
     def run_nano_batch(self) -> Outcome:
         """One turn of all ranks, which must call this equally often."""
@@ -252,7 +266,24 @@ class GroupEngine(Engine):
         outcome = super()._undo(composition, error)
         if self._controller is None and self.budget_tokens < budget:
             self._unfit_rows = composition.rows
-        return outcome
+        return self._with_agreed_steps(outcome) if self._spanning() else outcome
+
+    def _with_agreed_steps(self, outcome: Outcome) -> Outcome:
+        """Whatever broke off here, a job that spans ranks steps at the turn that was agreed on,
+        and draws the rows of an evaluation that is run again: as on all other ranks."""
+        launched = InFlight(None, self._group)
+        self._settle(launched)
+        if launched.is_empty:
+            return outcome
+        launched.seal(self.super_model.device)
+        self._in_flight.append(launched)
+        told = self._with_failures(self._report(), launched.failures)
+        return replace(
+            outcome,
+            steps=(*outcome.steps, *told.steps),
+            evaluations=(*outcome.evaluations, *told.evaluations),
+            failures=(*outcome.failures, *told.failures),
+        )
 
     def _out_of_memory(
         self, composition: Composition, jobs: list[EngineJob], error: BaseException
@@ -291,6 +322,7 @@ class GroupEngine(Engine):
             logger.warning("a nano-batch without work broke off", exc_info=error)
             self._sharded.catch_up()
             self._broke_off = True
+            self._crowded = is_out_of_memory(error)
 
     def _spanning(self) -> list[EngineJob]:
         return [job for job in self._jobs.values() if job.part is not None]
@@ -300,6 +332,8 @@ class GroupEngine(Engine):
             return Standing.LEAVE
         if job.name in self._replays:
             return Standing.REPLAY
+        if job.name in self._over:
+            return Standing.OVER
         batch = job.batch
         if batch is None or batch.left or not batch.partial:
             return Standing.BUSY
@@ -320,6 +354,8 @@ class GroupEngine(Engine):
                 case Standing.REPLAY:
                     super()._drop_partial_batches([job])
                     self._replays.discard(job.name)
+                case Standing.OVER:
+                    self.ended.append(job.name)
                 case Standing.LEAVE:
                     failures.append(self._let_go(job))
                 case Standing.BUSY:
@@ -376,6 +412,7 @@ class GroupEngine(Engine):
     def _forget(self, name: str) -> None:
         self._leaving.pop(name, None)
         self._replays.discard(name)
+        self._over.discard(name)
 
     def _with_agreed(self, outcome: Outcome, agreed: list[JobFailed]) -> Outcome:
         """Failures of jobs that span ranks are told when all ranks know of them."""

@@ -9,8 +9,8 @@ from tlora.training.loop import JobLoop, News, Observer, advance
 
 
 class GroupLoop(JobLoop):
-    """A job that spans ranks ends on all of them at once: by its own steps, which all ranks take
-    alike, or by agreement."""
+    """A job that spans ranks ends on all of them at once, by agreement: its own steps are taken
+    alike, but one rank alone may know why it must stop, a full disk say."""
 
     def __init__(
         self, engine: GroupEngine, drivers: Iterable[JobDriver], observer: Observer
@@ -18,7 +18,7 @@ class GroupLoop(JobLoop):
         super().__init__(engine, drivers, observer)
         self.engine: GroupEngine = engine
         self._asked: set[str] = set()
-        """Jobs that this rank has asked all to let go."""
+        """Jobs that this rank has asked all to let go, or has come to the end of."""
 
     def enter(self, driver: JobDriver) -> None:
         """A job arrives, attached. One that spans ranks must come on all of them between the same
@@ -31,6 +31,7 @@ class GroupLoop(JobLoop):
         return self.active.pop(name)
 
     def advance(self) -> None:
+        self._end_agreed()
         for driver in [each for each in self.active.values() if self.engine.spans(each.name)]:
             if driver.name not in self._asked:
                 self._advance_spanning(driver)
@@ -48,9 +49,16 @@ class GroupLoop(JobLoop):
             self._asked.add(driver.name)
             driver.status = Status.RUNNING
         elif driver.status is not Status.RUNNING:
+            self.engine.ask_to_end(driver.name)
+            self._asked.add(driver.name)
+
+    def _end_agreed(self) -> None:
+        """Jobs that have come to their end on all ranks leave all of them now."""
+        while self.engine.ended:
+            driver = self.active.pop(self.engine.ended.pop(0))
+            self._asked.discard(driver.name)
             self._observer.on_end(driver)
             self.engine.detach(driver.name)
-            del self.active[driver.name]
 
     def _tell_of(self, news: News) -> None:
         if isinstance(news, JobFailed) and news.job in self.engine.paused:
