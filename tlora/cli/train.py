@@ -118,7 +118,7 @@ class _Run:
 
     def over_devices(self, policy: str) -> "RunResult":
         """As the planner says: a worker on each device, or one group. Policies are of workers: to
-        name one asks for these."""
+        name another one asks for these."""
         if policy == DEFAULT_POLICY:
             from tlora.runtime.group.choosing import way_over_devices
 
@@ -166,7 +166,13 @@ class _Run:
             check_plan(plan, self.spec, world=None if ranks == 1 else ranks)
             check_memory(self.spec, plan, **about)
         if started is not None:
-            return train_as_rank(self.spec, output=self.folder, plan=plan, fresh=self.fresh)
+            return train_as_rank(
+                self.spec,
+                output=self.folder,
+                plan=plan,
+                fresh=self.fresh,
+                attempt=started.attempt,
+            )
         return self._in_group(plan)
 
     def _in_group(self, plan: Plan) -> "RunResult":

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tlora.core.errors import SpecError
 from tlora.core.plan import Plan
+from tlora.parallel.meeting import meet
 
 AXES = ("replica", "shard")
 
@@ -56,28 +57,25 @@ def join(*, timeout_s: float = 600.0) -> torch.device:
         dist.init_process_group(
             "cuda:nccl,cpu:gloo" if on_gpus else "gloo",
             timeout=datetime.timedelta(seconds=timeout_s),
-            **_again(timeout_s),
+            **_launched(timeout_s),
         )
     return device
 
 
-def _again(timeout_s: float) -> dict[str, Any]:
-    """Where a launcher has started the ranks again they meet at the store of the first attempt,
-    which has the addresses of those that are gone: they take names of their own in it."""
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if not attempt or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+def _launched(timeout_s: float) -> dict[str, Any]:
+    """Where a launcher keeps the store that ranks meet at, those of each attempt have a part of it
+    to themselves."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=False,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
-    return {
-        "store": dist.PrefixStore(f"tlora/attempt/{attempt}", store),
-        "rank": int(os.environ["RANK"]),
-        "world_size": int(os.environ["WORLD_SIZE"]),
-    }
+    store = meet(store, rank, world, timeout_s=timeout_s)
+    return {"store": store, "rank": rank, "world_size": world}
 
 
 def shard_mesh(plan: Plan, device: torch.device) -> DeviceMesh:

@@ -36,6 +36,15 @@ class GroupLost(RuntimeError):
     """This rank cannot keep step with the others any more; the group must end."""
 
 
+def follows_another(error: BaseException) -> bool:
+    """Whether it broke because another rank did: collectives have no type of their own for it."""
+    if isinstance(error, GroupLost | dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        word in str(error) for word in ("gloo", "Connection", "NCCL")
+    )
+
+
 class Sharded:
     """A model whose weights are laid over a mesh; knows which gathering comes when, so that a rank
     whose pass broke off can do the rest of them: the others would wait for it in vain."""

@@ -25,14 +25,18 @@ ENDED = "ended"
 class Heartbeat:
     """Of this rank, from when all have joined until it is closed."""
 
-    def __init__(self, rank: int, world: int, lost: Callable[[str], None]) -> None:
-        """`lost` is told the cause when the next rank is taken for lost; then this process ends,
-        and with it the group. Returns when all ranks beat."""
-        self._store = _store()
+    def __init__(self, rank: int, world: int, *, name: str, lost: Callable[[str], None]) -> None:
+        """`name` is the group's, and no other's that met at the same store. `lost` is told the
+        cause when the next rank is taken for lost; then this process ends, and with it the group.
+        Returns when all ranks beat."""
+        self._store = dist.PrefixStore(f"tlora/beats/{name}", _store())
         self._rank = rank
         self._watched = (rank + 1) % world
         self._lost = lost
         self._closed = threading.Event()
+        self._lock = threading.Lock()
+        """Nothing is said after the end: it would look as if this rank had gone silent."""
+
         self._beats = 0
         self._seen, self._seen_at = "", time.monotonic()
         """The last beat of the other, and when it came, by this rank's clock."""
@@ -47,10 +51,11 @@ class Heartbeat:
 
     def close(self) -> None:
         """This rank has nothing left to do with the others."""
-        if not self._closed.is_set():
-            self._closed.set()
-            with suppress(RuntimeError):
-                self._store.set(str(self._rank), ENDED)
+        with self._lock:
+            if not self._closed.is_set():
+                self._closed.set()
+                with suppress(RuntimeError):
+                    self._store.set(str(self._rank), ENDED)
 
     def _keep_beating(self) -> None:
         while not self._closed.wait(BEAT_S):
@@ -60,9 +65,11 @@ class Heartbeat:
                 self._look()
 
     def _beat(self) -> None:
-        self._beats += 1
-        place = f"{socket.gethostname()} {os.getpid()} {self._beats}"
-        self._store.set(str(self._rank), place)
+        with self._lock:
+            if not self._closed.is_set():
+                self._beats += 1
+                place = f"{socket.gethostname()} {os.getpid()} {self._beats}"
+                self._store.set(str(self._rank), place)
 
     def _look(self) -> None:
         found = self._store.get(str(self._watched)).decode()
@@ -79,15 +86,20 @@ class Heartbeat:
                 self._end(silent)
 
     def _end(self, silent: float) -> None:
+        try:
+            self._say(silent)
+        finally:
+            # Where connections are cut by that, this rank's own collective fails, and what it has
+            # is saved.
+            if not self._closed.wait(GRACE_S):
+                os._exit(1)
+
+    def _say(self, silent: float) -> None:
         if time.monotonic() - self._came > HANG_S / 2:
             self._lost(f"the store that ranks meet at has not answered for {silent:.0f} seconds")
         else:
             self._lost(f"rank {self._watched}: it has not been heard of for {silent:.0f} seconds")
             self._kill_watched()
-        # Where connections are cut by that, this rank's own collective fails, and what it has is
-        # saved.
-        if not self._closed.wait(GRACE_S):
-            os._exit(1)
 
     def _kill_watched(self) -> None:
         """A launcher waits long for a process that is stopped, where it can be reached."""
@@ -98,13 +110,10 @@ class Heartbeat:
 
 
 def _store() -> dist.Store:
-    """A connection of its own: threads of one rank would wait for each other. Attempts of a
-    launcher have names of their own."""
-    store = dist.TCPStore(
+    """A connection of its own: threads of one rank would wait for each other."""
+    return dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=False,
         timeout=timedelta(seconds=HANG_S),
     )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"tlora/beats/{attempt}", store)

@@ -19,7 +19,8 @@ class Notes:
         return self._root / f".notes-{rank}.jsonl"
 
     def read(self) -> Iterator[tuple[int, Message]]:
-        """Whole lines that have come since the last time; not one that a crash cut short."""
+        """Whole lines that have come since the last time; not one that a crash or a full disk cut
+        short."""
         for path in sorted(self._root.glob(".notes-*.jsonl")):
             rank = int(path.stem.removeprefix(".notes-"))
             with path.open("rb") as file:
@@ -28,7 +29,11 @@ class Notes:
             whole = data[: data.rfind(b"\n") + 1]
             self._read[path] = self._read.get(path, 0) + len(whole)
             for line in whole.splitlines():
-                yield rank, of_json(MESSAGES, json.loads(line))
+                try:
+                    fields = json.loads(line)
+                except ValueError:
+                    continue
+                yield rank, of_json(MESSAGES, fields)
 
     def remove(self) -> None:
         for path in self._root.glob(".notes-*.jsonl"):

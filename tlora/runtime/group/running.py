@@ -10,22 +10,26 @@ import io
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from uuid import uuid4
 
 import torch.distributed as dist
 
-from tlora.config import dump_spec
-from tlora.core.errors import TloraError
+from tlora.config import dump_spec, load_plan
+from tlora.core.errors import SpecError, TloraError
 from tlora.core.job import JobSpec, RunSpec
 from tlora.core.plan import Plan
 from tlora.core.records import as_json
 from tlora.data.prepare import PreparedData
 from tlora.model.loading import load_shape, resolve_device
 from tlora.model.targets import find_targets
+from tlora.parallel.counting import Counts
+from tlora.parallel.exchange import exchange
 from tlora.parallel.mesh import check_runs, join
-from tlora.parallel.sharding import GroupLost, check_kept_layers, layers_to_shard
+from tlora.parallel.sharding import check_kept_layers, follows_another, layers_to_shard
 from tlora.runtime.checking import check_targets, context_length, prepare_jobs
 from tlora.runtime.data_lines import full_lines, start_lines
 from tlora.runtime.directory import JobResult, RunDirectory, replace_text
@@ -41,6 +45,7 @@ from tlora.runtime.interrupts import interruptible
 from tlora.runtime.live import choose_progress
 from tlora.runtime.progress import USAGE, Progress, ProgressLines, RankUsage
 from tlora.runtime.resuming import check_unchanged, finished
+from tlora.runtime.run_log import read_lines
 from tlora.runtime.scheduled import Lead, device_names
 from tlora.runtime.sinks import check_trackers
 from tlora.runtime.training import RunResult, describe_run, leave_report
@@ -94,20 +99,22 @@ def train_in_group(
 
 
 def train_as_rank(
-    spec: RunSpec, *, output: Path | str, plan: Plan, fresh: bool = False
+    spec: RunSpec, *, output: Path | str, plan: Plan, fresh: bool = False, attempt: int = 0
 ) -> RunResult:
     """One rank of a group that was started from outside; all of them see the same directory. When
-    a rank hangs or raises, all of them end, and the cause is said and on record."""
+    a rank hangs or raises, all of them end, and the cause is said and on record. `attempt` is what
+    this rank's launcher says: above 0 it has started its ranks again, and nothing starts over."""
     join()
     check_runs(plan, dist.get_world_size())
+    name, is_first = compare(plan, attempt)
     rank, world = dist.get_rank(), dist.get_world_size()
     progress = choose_progress() if rank == 0 else ProgressLines(io.StringIO())
     whole = _Whole(spec, plan, Path(output), progress, leads=rank == 0)
-    beats = Heartbeat(rank, world, lost=whole.lost)
+    beats = Heartbeat(rank, world, name=name, lost=whole.lost)
     try:
-        result = _train_as_rank(whole, rank, fresh=fresh)
+        result = _train_as_rank(whole, rank, fresh=fresh and is_first)
     except Exception as error:
-        if not isinstance(error, TloraError) and not _follows(error):
+        if not isinstance(error, TloraError) and not follows_another(error):
             whole.lost(f"rank {rank}: {type(error).__name__}: {error}".splitlines()[0])
         raise
     finally:
@@ -117,13 +124,28 @@ def train_as_rank(
     return result
 
 
-def _follows(error: Exception) -> bool:
-    """Whether it broke because another rank did: collectives have no type of their own for it."""
-    if isinstance(error, GroupLost | dist.DistError):
-        return True
-    return isinstance(error, RuntimeError) and any(
-        word in str(error) for word in ("gloo", "Connection", "NCCL")
-    )
+class Common(NamedTuple):
+    """What all ranks see alike."""
+
+    name: str
+    """Of the group, and of no other."""
+
+    is_first: bool
+    """No launcher has started its ranks again: over several nodes some may have, and others not."""
+
+
+def compare(plan: Plan, attempt: int) -> Common:
+    """Each has come to its plan by itself. Raises SpecError if they are not the same."""
+    own = {"plan": plan_as_json(plan), "attempt": attempt, "name": uuid4().hex}
+    told = [json.loads(text) for text in exchange(json.dumps(own), counts=Counts())]
+    for rank, each in enumerate(told):
+        if each["plan"] != told[0]["plan"]:
+            raise SpecError(
+                f"rank 0 has '{load_plan(told[0]['plan'])}' and rank {rank} "
+                f"'{load_plan(each['plan'])}': name the same file on all nodes",
+                field="--plan",
+            )
+    return Common(told[0]["name"], not any(each["attempt"] for each in told))
 
 
 def _train_as_rank(whole: "_Whole", rank: int, *, fresh: bool) -> RunResult:
@@ -235,7 +257,9 @@ class _Whole:
 
     def note(self, rank: int, message: Message) -> None:
         """Of a rank that does not lead, started from outside: for rank 0 to gather."""
-        self.directory.append(self._notes.path(rank), as_json(message))
+        # As with all events, no job depends on it.
+        with suppress(OSError):
+            self.directory.append(self._notes.path(rank), as_json(message))
 
     def close_notes(self) -> None:
         if not self.leads:
@@ -254,11 +278,10 @@ class _Whole:
         """Those of other ranks were gathered at the end."""
         path = self.directory.root / "events.jsonl"
         self.directory.close()
-        lines = path.read_text().splitlines()
-        replace_text(
-            path,
-            "".join(f"{line}\n" for line in sorted(lines, key=lambda at: json.loads(at)["time"])),
-        )
+        records = sorted(read_lines(path), key=lambda record: record["time"])
+        # As with all events, no job depends on it.
+        with suppress(OSError):
+            replace_text(path, "".join(f"{json.dumps(record)}\n" for record in records))
 
     def lost(self, cause: str) -> None:
         """Said, and on record; by any rank, since the one that leads may be the one."""

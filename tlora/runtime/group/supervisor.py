@@ -221,7 +221,7 @@ def serve(
     signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
     import torch
 
-    from tlora.parallel.sharding import GroupLost
+    from tlora.parallel.sharding import follows_another
     from tlora.runtime.group.rank import run_rank
 
     if threads is not None:
@@ -238,7 +238,7 @@ def serve(
         run_rank(Path(directory), found, jobs, line.send, should_stop=lambda: bool(asked))
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        fields = {"reason": reason, "follows": isinstance(error, GroupLost)}
+        fields = {"reason": reason, "follows": follows_another(error)}
         line.send(Noted(BROKE, time.time(), fields))
         connection.close()
         os._exit(1)
