@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support import group_faults
 from support.group_faults import lose, stop_rank
-from support.runs import job_file
+from support.runs import job_file, write_rows
 
 from tlora.cli.main import main
 from tlora.config import dump_spec, load_spec
@@ -150,6 +150,32 @@ def test_a_stopped_run_goes_on_under_another_plan_with_a_job_more(
     same_as_alone(tmp_path, alone, JOBS)
 
 
+def test_a_job_whose_data_have_changed_fails_on_all_of_its_ranks(
+    base: Path, tmp_path: Path
+) -> None:
+    """It spans both: neither goes on with it, and the other job does on both."""
+    rows = write_rows(tmp_path / "changing.jsonl", 20)
+    spec = load_spec(
+        job_file(
+            base,
+            {"name": "changed", "data": {"path": str(rows)}, "train": {"max_steps": 6}},
+            {"name": "kept", "data": {"path": str(write_rows(tmp_path / "kept.jsonl", 20))}},
+        )
+    )
+
+    class Interrupting(ProgressLines):
+        def on_step(self, driver, done) -> None:
+            if done.job == "changed" and done.step == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    assert train(spec, output=tmp_path / "r", progress=Interrupting(io.StringIO())).interrupted
+    write_rows(rows, 20, seed=7)
+    result = train_in_group(spec, output=tmp_path / "r", plan=Plan(bucket=128, replicas=2))
+    assert not events(tmp_path / "r", "group_lost")
+    assert result.jobs["changed"].status == "failed" and result.jobs["kept"].status == "completed"
+    assert "its data have changed" in (result.jobs["changed"].reason or "")
+
+
 def test_an_exception_on_one_rank_is_named(
     spec: RunSpec, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,14 +188,9 @@ def test_an_exception_on_one_rank_is_named(
     same_as_alone(tmp_path, alone, JOBS)
 
 
-@pytest.mark.parametrize("isolation", ["default", "exact"])
-def test_a_rank_that_runs_dry_gets_a_job(
-    isolation: str, base: Path, rows: Path, tmp_path: Path
-) -> None:
-    """One job ends early and leaves its rank idle: another moves there, and ends as alone; to the
-    bit where that is asked for."""
+def one_ends_early(base: Path, rows: Path, isolation: str = "default") -> RunSpec:
     data = {"path": str(rows)}
-    spec = load_spec(
+    return load_spec(
         job_file(
             base,
             {
@@ -183,6 +204,15 @@ def test_a_rank_that_runs_dry_gets_a_job(
             engine={"device": "cpu", "isolation": isolation, "nano_batch_tokens": 128},
         )
     )
+
+
+@pytest.mark.parametrize("isolation", ["default", "exact"])
+def test_a_rank_that_runs_dry_gets_a_job(
+    isolation: str, base: Path, rows: Path, tmp_path: Path
+) -> None:
+    """One job ends early and leaves its rank idle: another moves there, and ends as alone; to the
+    bit where that is asked for."""
+    spec = one_ends_early(base, rows, isolation)
     train(spec, output=tmp_path / "alone")
     result = train_in_group(spec, output=tmp_path / "group", plan=LOCAL)
     assert result.jobs["early"].status in ("stopped_early", "failed")
@@ -198,6 +228,17 @@ def test_a_rank_that_runs_dry_gets_a_job(
         if each["job"] == moved["job"]
     ]
     assert joined == [1, 0]
+
+
+def test_a_job_that_moved_is_saved_when_its_group_ends(
+    base: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank that it came from is lost: it goes on from where it was, not from its move."""
+    monkeypatch.setattr(supervisor, "serve", group_faults.raising_after_a_move)
+    train_in_group(one_ends_early(base, rows), output=tmp_path, plan=LOCAL)
+    (moved,) = events(tmp_path, "detached")
+    steps = [each["step"] for each in events(tmp_path, "joined") if each["job"] == moved["job"]]
+    assert steps[:2] == [0, moved["step"]] and steps[2] > moved["step"] + 10
 
 
 def test_the_size_of_nano_batches_is_tuned_where_that_is_asked_for(

@@ -30,6 +30,27 @@ def raising(connection, directory, plan, jobs, rank, *more: Any) -> None:
     serve(connection, directory, plan, jobs, rank, *more)
 
 
+def raising_after_a_move(connection, directory, plan, jobs, rank, *more: Any) -> None:
+    """The rank of two that has sent a job to the other raises twenty agreements later."""
+    from tlora.runtime.group.rank import Member
+    from tlora.training.group_engine import GroupEngine
+
+    agree, send_off, left = GroupEngine._agree, Member._send_off, [-1]
+
+    def sent(self, *move):
+        send_off(self, *move)
+        left[0] = 20
+
+    def failing(self):
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError("a cable was pulled")
+        return agree(self)
+
+    GroupEngine._agree, Member._send_off = failing, sent
+    serve(connection, directory, plan, jobs, rank, *more)
+
+
 def lose(when: Path, number: int, rank: int, lost: list[float]) -> Callable[[Ranks], None]:
     """Send a signal to a rank of the first group once this file has some lines."""
 

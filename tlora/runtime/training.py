@@ -37,6 +37,7 @@ from tlora.runtime.recording import Recorder
 from tlora.runtime.report import write_report
 from tlora.runtime.resuming import Resumption, check_same_bits, check_unchanged, resumption
 from tlora.runtime.sinks import Sinks, check_trackers
+from tlora.training.checkpoint import Checkpoint
 from tlora.training.controller import Controller
 from tlora.training.driver import JobDriver
 from tlora.training.engine import Engine
@@ -159,16 +160,21 @@ def enter_job(
         recorder.resume(driver, found)
         driver.attach(recorder.engine, start)
         return
-    if found.checkpoint.progress["data"] != recorder.data_keys[driver.name]:
+    restore(driver, found.checkpoint, data_key=recorder.data_keys[driver.name])
+    recorder.resume(driver, found)
+    state = found.checkpoint.state
+    driver.attach(recorder.engine, state.weights, state=state)
+
+
+def restore(driver: JobDriver, checkpoint: Checkpoint, *, data_key: str) -> None:
+    """Raises JobFailed if the data are not those that the job was saved with."""
+    if checkpoint.progress["data"] != data_key:
         raise JobFailed(
             "its data have changed since it was saved; bring them back, or start it over under "
             "another name",
             job=driver.name,
         )
-    driver.restore(found.checkpoint.progress)
-    recorder.resume(driver, found)
-    state = found.checkpoint.state
-    driver.attach(recorder.engine, state.weights, state=state)
+    driver.restore(checkpoint.progress)
 
 
 def load_super_model(spec: RunSpec, device: torch.device) -> SuperModel:

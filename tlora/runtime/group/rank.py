@@ -40,7 +40,14 @@ from tlora.runtime.recording import Recorder
 from tlora.runtime.requests import request_of
 from tlora.runtime.resuming import Resumption, resumption
 from tlora.runtime.sinks import Sinks
-from tlora.runtime.training import adapter_start, compiles, enter_job, load_super_model, show_exact
+from tlora.runtime.training import (
+    adapter_start,
+    compiles,
+    enter_job,
+    load_super_model,
+    restore,
+    show_exact,
+)
 from tlora.training.controller import Controller, ControllerSettings
 from tlora.training.driver import JobDriver
 from tlora.training.group_loop import GroupLoop, run_group
@@ -151,6 +158,9 @@ class Member:
         self._entering_s = math.inf
         """The least that taking a job in took."""
 
+        self._entered: dict[str, JobDriver] = {}
+        """All that were taken in, later ones too; some have ended or moved on."""
+
         self._began = self._told = time.perf_counter()
 
     def run(self, should_stop: Callable[[], bool]) -> bool:
@@ -167,7 +177,7 @@ class Member:
                 between=self._between,
             )
         except Exception:
-            self.recorder.rescue([each for each in drivers if self._records(each.name)])
+            self.recorder.rescue(list(self._entered.values()))
             raise
         self.recorder.save([each for each in left if self._records(each.name)])
         self._tell_figures()
@@ -222,6 +232,7 @@ class Member:
             if self._records(name):
                 self.recorder.on_end(driver)
             return None
+        self._entered[name] = driver
         self.recorder.start([driver])
         seconds = time.perf_counter() - began
         self._entering_s = min(seconds, self._entering_s)
@@ -231,10 +242,11 @@ class Member:
     def _attach_unrecorded(
         self, driver: JobDriver, found: Resumption, start: AdapterWeights
     ) -> None:
+        """As `enter_job`, by the same checks: all ranks must come to the same."""
         if found.checkpoint is None:
             driver.attach(self.engine, start)
             return
-        driver.restore(found.checkpoint.progress)
+        restore(driver, found.checkpoint, data_key=self.data[driver.name].key)
         state = found.checkpoint.state
         driver.attach(self.engine, state.weights, state=state)
 
