@@ -25,6 +25,13 @@ def test_the_longest_wait_against_its_own_size_comes_first() -> None:
     assert len(line) == 1
 
 
+def test_those_next_in_line_change_places_as_time_goes_on() -> None:
+    """Without anybody having come or gone."""
+    line = line_of(("long", 0.0, 1000.0), ("short", 90.0, 10.0))
+    assert line.by_wait(["short", "long"], 90.5) == ["long", "short"]
+    assert line.by_wait(["short", "long"], 100.0) == ["short", "long"]
+
+
 def test_within_a_factor_of_two_it_is_as_if_all_were_compared() -> None:
     """Against a sort of everybody: who is inside has at least half of the relative wait of whoever
     is not. Taking the last of each class instead would not do."""

@@ -38,6 +38,18 @@ def test_a_short_job_beyond_the_limit_takes_the_turn_of_a_long_one() -> None:
     assert "may run" in str(paused[0])
 
 
+def test_a_short_job_is_not_behind_long_ones_that_nobody_can_help() -> None:
+    """Jobs of five sizes wait too long, and none that runs has twice as much to do. Nothing happens
+    after the short one came, but its relative wait soon is the longest."""
+    found = [request(f"running{n}", steps=10**6, at=float(n)) for n in range(2)]
+    found += [request(f"longer{n}", steps=10**6 << n, at=10.0 + n) for n in range(1, 6)]
+    run_ = Run("tlora", [*found, request("short", steps=100, at=20_000.0)], gpus=2, max_runnable=2)
+    while run_.state.now < 20_500:
+        run_.loop.step()
+    assert {"longer1", "longer5"} <= run_.state.jobs.keys(), "they still wait"
+    assert run_.ended_at()["short"] < 20_300
+
+
 @pytest.mark.parametrize("policy", ["tlora", "tlora-no-kernel", "srtf", "solo", "fifo-memory"])
 def test_never_more_than_the_limit_run(policy) -> None:
     """At any time, whoever waits too long; and every job ends."""

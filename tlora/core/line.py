@@ -9,6 +9,7 @@ grows without end and a size does not: everybody becomes the first.
 
 import heapq
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from math import frexp
 from typing import NamedTuple
 
@@ -68,6 +69,12 @@ class Line:
             else:
                 heapq.heappop(heap)
         return Split(inside, [self._classes[key][index].name for _, _, key, index in sorted(heap)])
+
+    def by_wait(self, names: Iterable[str], now: float) -> list[str]:
+        """The longest relative wait first. Small jobs overtake large ones as time goes on."""
+        places = [self._places[name] for name in names]
+        places.sort(key=lambda place: ((place.began - now) / place.size, place.number))
+        return [place.name for place in places]
 
     def _entry(self, key: int, index: int, now: float) -> tuple[float, int, int, int]:
         place = self._classes[key][index]

@@ -163,7 +163,9 @@ class State:
         """Of those that are beyond the limit, some that should come in next, first ones first;
         nobody without a line."""
         self.runnable()
-        return [self.jobs[name] for name in self._outside]
+        if self.line is None:
+            return []
+        return [self.jobs[name] for name in self.line.by_wait(self._outside, self.now)]
 
     def overtake(self) -> None:
         """From now on jobs come in by their relative waits, where there is a limit."""

@@ -19,7 +19,7 @@ urgency."""
 MOST_AT_ONCE = 4
 """Of those that have waited too long; the others have their turn when something happens."""
 
-LEAST_PATIENCE_S = 30.0
+LEAST_PATIENCE_S = 10.0
 """Nobody is made to wait for a job that has waited less."""
 
 QUANTUM_S = 120.0
