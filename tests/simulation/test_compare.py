@@ -147,7 +147,9 @@ def test_a_profile_is_found_by_name_or_file(tmp_path) -> None:
     name, profile = choose_profile("h200-llama-1b")
     assert name == "h200-llama-1b" and profile.points
     assert choose_profile(None) == choose_profile("h200-llama-8b")
-    with pytest.raises(SpecError, match="--profile: 'h300' is neither a file nor one of cpu.*h200"):
+    with pytest.raises(
+        SpecError, match=r"--profile: 'h300' is neither a file nor one of cpu.*h200"
+    ):
         choose_profile("h300")
 
 
