@@ -259,7 +259,7 @@ def _run(settings: Settings, say: Say, started: float) -> Result:
         alone = in_time("PEFT by itself", peft_alone)
         rounds = rounds.followed_by(alone) if alone else rounds
     if lineup.peft_under_autocast:
-        notes.append("PEFT ran under autocast, which is faster here.")
+        notes.append("PEFT ran under autocast, which is faster here")
     return Result(
         settings=settings,
         shape=shape,
