@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tlora.core.job import DataSpec, JobSpec, LoraSpec, TrainSpec
+from tlora.core.job import DataSpec, EvalSpec, JobSpec, LoraSpec, TrainSpec
 from tlora.core.sequence import TokenSequence
 from tlora.kernels.multi_lora.blocks import Blocks
 from tlora.model.compiling import graphs_compiled
@@ -44,7 +44,9 @@ def super_model(*, compiled: bool, reserve_rows: int = 64) -> SuperModel:
     return SuperModel(model, compiled=compiled, reserve_rows=reserve_rows)
 
 
-def driver(name: str, rank: int, steps: int, dropout: float = 0.0) -> JobDriver:
+def driver(
+    name: str, rank: int, steps: int, dropout: float = 0.0, *, evaluated: bool = False
+) -> JobDriver:
     generator = np.random.default_rng(rank)
     # No two nano-batches have the same segments: a graph that kept old lists would show.
     lengths = generator.integers(8, 90, 4 * steps).tolist()
@@ -53,9 +55,16 @@ def driver(name: str, rank: int, steps: int, dropout: float = 0.0) -> JobDriver:
         name=name,
         data=DataSpec(path="none"),
         lora=LoraSpec(r=rank, lora_dropout=dropout),
-        train=TrainSpec(batch_size=4, max_steps=steps, learning_rate=5e-3, seed=rank),
+        train=TrainSpec(
+            batch_size=4,
+            max_steps=steps,
+            learning_rate=5e-3,
+            seed=rank,
+        ),
+        eval=EvalSpec(steps=1 if evaluated else None),
     )
-    return JobDriver(spec, [TokenSequence(each, each) for each in ids])
+    rows = [TokenSequence(each, each) for each in ids]
+    return JobDriver(spec, rows, rows[:8] if evaluated else None)
 
 
 class Run:
@@ -64,9 +73,18 @@ class Run:
         self.engine = Engine(self.model, budget_tokens=1024, bucket_step=1024)
         self.drivers: dict[str, JobDriver] = {}
         self.losses: dict[str, list[float]] = {}
+        self.evaluations: dict[str, list[float]] = {}
 
-    def attach(self, name: str, rank: int, *, steps: int = 20, dropout: float = 0.0) -> None:
-        self.drivers[name] = driver(name, rank, steps, dropout)
+    def attach(
+        self,
+        name: str,
+        rank: int,
+        *,
+        steps: int = 20,
+        dropout: float = 0.0,
+        evaluated: bool = False,
+    ) -> None:
+        self.drivers[name] = driver(name, rank, steps, dropout, evaluated=evaluated)
         self.drivers[name].attach(self.engine, self.model.new_adapter(self.drivers[name].spec))
 
     def detach(self, name: str) -> None:
@@ -88,6 +106,9 @@ class Run:
         for done in outcome.steps:
             self.drivers[done.job].on_step(done)
             self.losses.setdefault(done.job, []).append(done.loss)
+        for done in outcome.evaluations:
+            self.drivers[done.job].on_evaluation(done, self.engine)
+            self.evaluations.setdefault(done.job, []).append(done.loss)
 
 
 def test_captured_steps_train_as_plain_ones() -> None:
@@ -161,3 +182,20 @@ def test_a_pool_that_has_grown_is_captured_again() -> None:
     assert captured.model.captures == 2
     for job, losses in plain.losses.items():
         assert np.allclose(captured.losses[job], losses, rtol=0, atol=0.05)
+
+
+def test_captured_evaluations_see_what_plain_ones_do() -> None:
+    """Between steps, with graphs of their own; the adapter of the step before would be told apart,
+    and so would dropout, which is off in them."""
+    plain, captured = Run(compiled=False), Run(compiled=True)
+    for run in (plain, captured):
+        run.attach("a", 8, evaluated=True)
+        run.attach("b", 20, dropout=0.3, evaluated=True)
+        run.step(24)
+        run.drain()
+    assert captured.model.captures == 2, "one of training, one of evaluation"
+    for job, losses in plain.evaluations.items():
+        assert len(losses) > 8
+        assert losses[-1] < losses[0] - 0.5
+        assert np.allclose(captured.evaluations[job], losses, rtol=0, atol=0.05)
+        assert not np.allclose(captured.evaluations[job][1:], losses[:-1], rtol=0, atol=0.05)

@@ -1,4 +1,5 @@
-"""The backbone's forward and backward of a nano-batch as two captured CUDA graphs.
+"""The backbone's forward and backward of a nano-batch as two captured CUDA graphs; the forward of
+an evaluation as one.
 
 Where a step is thousands of small kernels, launching them one by one takes longer than running
 them. Everything that changes from one nano-batch to the next is read from tensors that stay where
@@ -35,13 +36,19 @@ Backbone = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(slots=True)
+class Backward:
+    d_hidden: torch.Tensor
+    graph: torch.cuda.CUDAGraph
+
+
+@dataclass(slots=True)
 class Captured:
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     hidden: torch.Tensor
-    d_hidden: torch.Tensor
     forward: torch.cuda.CUDAGraph
-    backward: torch.cuda.CUDAGraph
+    backward: Backward | None
+    """In training."""
 
 
 class Replay(torch.autograd.Function):
@@ -53,8 +60,9 @@ class Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor) -> tuple[None, None]:
-        ctx.captured.d_hidden.copy_(gradients[0])
-        ctx.captured.backward.replay()
+        backward = ctx.captured.backward
+        backward.d_hidden.copy_(gradients[0])
+        backward.graph.replay()
         return None, None
 
 
@@ -81,18 +89,22 @@ class Graphs:
         self._measured: list[tuple[Launches, float, torch.cuda.Event, torch.cuda.Event]] = []
 
     def hidden(self, batch: PackedBatch, key: Hashable) -> torch.Tensor:
-        """Of a nano-batch in training; `key` is all that decides which kernels run."""
+        """Of a nano-batch in training, or without gradients; `key` is all that decides which
+        kernels run, that included."""
         captured = self._captured.pop(key, None)
         self.settled = captured is not None
         if captured is None and self._is_due(key):
             captured = self._try_capture(batch, key)
         if captured is None:
-            self.settled = not self._start_clock(key)
+            self.settled = not self._start_clock(key, batch.num_rows)
             return self._backbone(batch.input_ids, batch.position_ids)
         # The last one used is the last to go.
         self._captured[key] = captured
         captured.input_ids.copy_(batch.input_ids)
         captured.position_ids.copy_(batch.position_ids)
+        if captured.backward is None:
+            captured.forward.replay()
+            return captured.hidden
         return Replay.apply(self._anchor, captured)
 
     def begin(self) -> None:
@@ -128,9 +140,9 @@ class Graphs:
         """Never capture this shape."""
         self._launches[key] = Launches(seconds=[(0.0, 1.0)] * 2)
 
-    def _start_clock(self, key: Hashable) -> bool:
+    def _start_clock(self, key: Hashable, rows: int) -> bool:
         """Unless the shape is decided already."""
-        launches = self._launches.setdefault(key, Launches())
+        launches = self._launches.setdefault(key, Launches(torch.is_grad_enabled(), rows))
         if launches.decided:
             return False
         # A device with work left would hold the host up, and what is measured is the host.
@@ -147,7 +159,9 @@ class Graphs:
             launches.add(host, first.elapsed_time(last) / 1e3)
         self._measured.clear()
         launches = self._launches.get(key)
-        return launches is not None and launches.bound and not self._stopped
+        if launches is None or self._stopped:
+            return False
+        return launches.bound_among(self._launches.values())
 
     def _try_capture(self, batch: PackedBatch, key: Hashable) -> Captured | None:
         if len(self._captured) >= MOST_GRAPHS:
@@ -170,20 +184,24 @@ class Graphs:
 
         def require(module: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
             # What backward runs towards: a leaf of the pool lives outside of the capture.
-            embedded.append(output.requires_grad_(True))
+            embedded.append(output.requires_grad_(torch.is_grad_enabled()))
             return output
 
-        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        forward = torch.cuda.CUDAGraph()
         hook = self._embeddings.register_forward_hook(require)
         try:
             with self._capturing(forward):
                 hidden = self._backbone(input_ids, position_ids)
         finally:
             hook.remove()
-        d_hidden = torch.zeros_like(hidden)
-        with self._capturing(backward):
-            torch.autograd.grad(hidden, embedded[0], d_hidden)
-        return Captured(input_ids, position_ids, hidden.detach(), d_hidden, forward, backward)
+        backward = self._capture_backward(hidden, embedded[0]) if hidden.requires_grad else None
+        return Captured(input_ids, position_ids, hidden.detach(), forward, backward)
+
+    def _capture_backward(self, hidden: torch.Tensor, embedded: torch.Tensor) -> Backward:
+        d_hidden, graph = torch.zeros_like(hidden), torch.cuda.CUDAGraph()
+        with self._capturing(graph):
+            torch.autograd.grad(hidden, embedded, d_hidden)
+        return Backward(d_hidden, graph)
 
     def _capturing(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
         # Other threads may copy states meanwhile, and allocate for it. Backward runs in a thread of

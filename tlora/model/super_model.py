@@ -327,12 +327,12 @@ class SuperModel:
             assert set(pool.slots) <= set(self.scalings)
 
     def _hidden(self, head: PlainHead, batch: PackedBatch) -> torch.Tensor:
-        if self._graphs is None or not torch.is_grad_enabled() or not self.jobs:
+        if self._graphs is None or not self.jobs:
             return head.hidden(batch.input_ids, batch.position_ids)
         shape = self.routing.shape
         if shape is None:
             return head.hidden(batch.input_ids, batch.position_ids)
-        key = (self._growths, *shape)
+        key = (torch.is_grad_enabled(), self._growths, *shape)
         hidden = self._graphs.hidden(batch, key)
         if self.routing.depends_on_lengths:
             self._graphs.give_up(key)
