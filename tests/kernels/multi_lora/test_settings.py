@@ -58,6 +58,7 @@ TILES = {  # tokens, features, warps, stages, registers, programs, parts, turned
     "shrink float32": (128, 32, 8, 2, 0, 2, 264, 0),
     "expand_y": (64, 128, 4, 3, 0, 8, 132, 0),
     "expand_dx": (64, 128, 4, 2, 0, 8, 132, 0),
+    "expand float32": (32, 64, 4, 2, 0, 8, 132, 0),
     "reduce_a small": (64, 128, 4, 3, 0, 3, 132, 0),
     "reduce_a large": (64, 64, 4, 3, 128, 4, 132, 64),
     "reduce_a dropout": (64, 64, 4, 3, 128, 4, 132, 0),

@@ -84,6 +84,8 @@ TUNINGS: dict[str, Tuning] = {
     "shrink float32": Tuning(tokens=128, features=32, warps=8, stages=2, programs=2, parts=264),
     "expand_y": Tuning(tokens=64, features=128, warps=4, stages=3, programs=8),
     "expand_dx": Tuning(tokens=64, features=128, warps=4, stages=2, programs=8),
+    # Without tensor cores a product is written out: larger tiles take half a minute to compile.
+    "expand float32": Tuning(tokens=32, features=64, warps=4, stages=2, programs=8),
     "reduce_a small": Tuning(tokens=64, features=128, warps=4, stages=3, programs=3),
     "reduce_a large": Tuning(
         tokens=64, features=64, warps=4, stages=3, registers=128, programs=4, turned=64
@@ -144,6 +146,8 @@ def case_of(kernel: str, shape: Shape) -> str:
             return "reduce_a dropout" if shape.dropout else f"reduce_a {size}"
         case "reduce_b":
             return "reduce_b float32" if wide else f"reduce_b {size}"
+        case "expand_y" | "expand_dx":
+            return "expand float32" if wide else kernel
         case _:
             return kernel
 
