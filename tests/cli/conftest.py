@@ -28,6 +28,7 @@ class FakeRuntime:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.failed: list[str] = []
+        self.interrupted = False
         functions = {
             "checking": ("check_run", self.check_run),
             "training": ("train", self.train),
@@ -45,11 +46,11 @@ class FakeRuntime:
 
     def train(self, spec: object, *, output: Path, fresh: bool) -> SimpleNamespace:
         self.calls.append((spec, output, fresh))
-        return SimpleNamespace(failed=self.failed, interrupted=False)
+        return SimpleNamespace(failed=self.failed, interrupted=self.interrupted)
 
     def train_on_devices(self, spec: object, **options: object) -> SimpleNamespace:
         self.calls.append((spec, options))
-        return SimpleNamespace(failed=self.failed, interrupted=False)
+        return SimpleNamespace(failed=self.failed, interrupted=self.interrupted)
 
     def verify_adapter(self, path: Path, base: str | None) -> list[str]:
         self.calls.append((path, base))

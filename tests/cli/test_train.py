@@ -62,6 +62,20 @@ def test_failed_jobs_are_named_and_exit_with_one(job_file, runtime, tlora_comman
     assert capsys.readouterr().err == "error: failed: b; the reasons are in runs/jobs\n"
 
 
+def test_a_run_that_was_stopped_names_the_command_that_goes_on(
+    job_file, runtime, tlora_command, capsys
+) -> None:
+    """As it was typed, but for starting over: that would throw away what was trained."""
+    runtime.interrupted = True
+    typed = ["train", "jobs.yaml", "--output", "my runs", "-o", "train.max_steps=3"]
+    assert tlora_command(*typed, "--fresh", "--yes") == 130
+    said = " ".join(capsys.readouterr().err.split())
+    assert said == (
+        "error: interrupted: go on from here with: tlora train jobs.yaml --output 'my runs' "
+        "--override train.max_steps=3"
+    )
+
+
 @pytest.mark.parametrize(("answer", "agreed"), [("y\n", True), ("n\n", False), ("", False)])
 def test_starting_over_asks_first_where_there_is_something_to_lose(
     old_run, runtime, tlora_command, monkeypatch, capsys, answer, agreed

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora.cli.options import JobFile, Overrides, PolicyOption, ProfileOption
+from tlora.cli.options import JobFile, Overrides, PolicyOption, ProfileOption, command_again
 from tlora.cli.output import print_error
 from tlora.core.errors import SpecError
 from tlora.core.job import Isolation, RunSpec
@@ -21,6 +21,7 @@ DEFAULT_POLICY = "tlora"
 
 
 def train(
+    context: typer.Context,
     file: JobFile,
     output: Annotated[
         Path | None,
@@ -93,7 +94,9 @@ def train(
     else:
         result = run.over_devices(policy)
     if result.interrupted:
-        print_error("interrupted: the same command goes on from here")
+        # What torchrun was told is not known here.
+        again = "the same command" if started is not None else command_again(context)
+        print_error(f"interrupted: go on from here with: {again}")
         raise typer.Exit(130)
     if result.failed:
         print_error(f"failed: {', '.join(result.failed)}; the reasons are in {folder}")
