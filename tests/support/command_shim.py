@@ -18,12 +18,18 @@ def call(path: str, arguments: list[str]) -> int:
         "folder": os.getcwd(),
         "environment": dict(os.environ),
     }
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The command may speak, and be answered with Ctrl-C, before its number is known here.
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    early: list[int] = []
+    for number in numbers:
+        signal.signal(number, lambda number, _: early.append(number))
     socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
     answers = server.makefile()
     child = int(answers.readline())
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in numbers:
         signal.signal(number, lambda number, _: os.kill(child, number))
+    for number in early:
+        os.kill(child, number)
     code = int(answers.readline())
     return code if code >= 0 else 128 - code
 
