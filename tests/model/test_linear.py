@@ -13,9 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from tlora.core.sequence import TokenSequence
 from tlora.kernels.streams import threshold
 from tlora.model.adapters import AdapterWeights, LoraPair
+from tlora.model.job_rows import adapter_of
 from tlora.model.linear import LoraLinear, SharedInput
 from tlora.model.packing import Share, pack
-from tlora.model.pool import GroupPool, adapter_of
+from tlora.model.pool import GroupPool
 from tlora.model.routing import Routing, Scaling
 from tlora.model.targets import Target
 

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from support.comparing import same_bits
 
 from tlora.model.adapters import AdapterWeights, LoraPair
-from tlora.model.pool import GroupPool, RankRows, RowAllocator, Slot, adapter_of
+from tlora.model.job_rows import adapter_of
+from tlora.model.pool import GroupPool, Slot
+from tlora.model.rank_rows import RankRows, RowAllocator
 from tlora.model.targets import Target
 
 CPU = torch.device("cpu")
@@ -205,11 +207,11 @@ def test_parts_are_the_rows_of_the_views() -> None:
         )
         parted = sorted(
             element.data_ptr()
-            for tensors, first, rows in pool.parts("job")
-            for element in tensors[index].detach()[first : first + rows].flatten()
+            for part in pool.parts("job")
+            for element in part.matrix.tensors[index][part.first :][: part.rows].detach().flatten()
         )
         assert viewed == parted
-    assert [rows for _, _, rows in pool.parts("job")] == [5, 2, 3]
+    assert [part.rows for part in pool.parts("job")] == [5, 2, 3]
     assert pool.parts("elsewhere") == []
 
 
@@ -230,9 +232,10 @@ def test_cuts_name_the_matrices_of_each_part() -> None:
     pool.attach("before", adapter((1, 2, 3), seed=1))
     pool.attach("job", adapter((2, 0, 3)))
     views, found = dict(pool.views("job")), {}
-    for (tensors, first, rows), cut in zip(pool.parts("job"), pool.cuts("job"), strict=True):
-        matrices = tensors.value.detach()[first : first + rows].split([rank for _, rank in cut])
-        found |= {name: matrix for (name, _), matrix in zip(cut, matrices, strict=True)}
+    for part in pool.parts("job"):
+        rows = part.matrix.value.detach()[part.first : part.first + part.rows]
+        matrices = rows.split([rank for _, rank in part.cut])
+        found |= {name: matrix for (name, _), matrix in zip(part.cut, matrices, strict=True)}
     assert found.keys() == views.keys()
     assert all(same_bits(found[name], views[name].value) for name in found)
     assert not same_bits(found["q.lora_A"], views["q.lora_A"].value.flip(0))
@@ -320,7 +323,7 @@ def test_a_job_on_none_of_the_linears_takes_no_rows() -> None:
     """It targets other groups: no slot, no views, and leaving is no error."""
     pool = GroupPool(TARGETS, capacity=8, device=CPU)
     pool.attach("elsewhere", {"mlp": LoraPair(torch.ones(2, 6), torch.ones(4, 2))})
-    assert (pool.slots, pool.views("elsewhere"), pool.cuts("elsewhere")) == ({}, [], [])
+    assert (pool.slots, pool.views("elsewhere"), pool.parts("elsewhere")) == ({}, [], [])
     pool.detach("elsewhere")
     assert held(pool) == 0
 

@@ -99,6 +99,30 @@ def test_what_goes_wrong_on_the_way_is_raised_by_the_result() -> None:
     assert same(courier.take(tensors(), list).result(), tensors())
 
 
+def test_nothing_is_made_before_somebody_asks() -> None:
+    """Then once, whoever asks how often; an error is told to each of them."""
+    link = SlowLink()
+    link.gate.set()
+    courier, made = InBackground(link), []
+
+    def counted(copies: list[torch.Tensor]) -> list[torch.Tensor]:
+        made.append(len(copies))
+        return copies
+
+    def fails(copies: list[torch.Tensor]) -> None:
+        made.append(0)
+        raise ValueError("no")
+
+    snapshot, broken = courier.take(tensors(), counted), courier.take(tensors(), fails)
+    courier._out.submit(lambda: None).result()
+    assert snapshot.done and broken.done and not made
+    assert snapshot.result() is snapshot.result() and made == [4]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no"):
+            broken.result()
+    assert made == [4, 0]
+
+
 def test_who_comes_does_not_wait_for_who_goes() -> None:
     """Each way has a thread."""
     link = SlowLink()
@@ -258,13 +282,13 @@ def launches(action: Callable[[], object]) -> dict[str, int]:
 
 
 def test_a_job_comes_and_goes_by_a_few_launches() -> None:
-    """All its rows at once, whatever their number: only each B is turned by itself."""
+    """All its rows at once, whatever their number."""
     engine = tiny_engine()
     in_background(engine).gate.set()
     weights = engine.super_model.new_adapter(Fed("job", []).spec)
     there = moving.bring_weights(engine.super_model, weights).result()
     attach = launches(lambda: engine.attach("job", there, scale=2.0))
-    assert attach == {"_foreach_copy_": 1, "copy_": len(weights)}
+    assert attach == {"_foreach_copy_": 1}
     assert launches(lambda: engine.snapshot("job")) == {"_foreach_copy_": 1}
     assert launches(lambda: engine.detach("job")) == {"_foreach_zero_": 1}
     assert len(weights) == 14

@@ -244,7 +244,6 @@ def test_places_change_with_every_attach_and_detach(monkeypatch: pytest.MonkeyPa
     seen.append(model.places)
     model.detach("a")
     seen.append(model.places)
-    views = model.views("a")
 
     def no_room(job: str, weights: AdapterWeights) -> None:
         raise MemoryError
@@ -254,7 +253,48 @@ def test_places_change_with_every_attach_and_detach(monkeypatch: pytest.MonkeyPa
         model.attach("b", adapter, scale=1.0)
     seen.append(model.places)
     assert len(set(seen)) == len(seen)
-    assert model.views("a") is not views
+
+
+def test_rows_are_found_once_and_again_when_a_pool_has_moved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who stays keeps its views when others come and go. Growing voids them, also in an attach
+    that breaks off afterwards; and a name that comes back has other rows."""
+    model = super_model(tiny_model(), reserve_rows=8)
+
+    def come(name: str, rank: int) -> None:
+        model.attach(name, model.new_adapter(job_spec(name, r=rank)), scale=1.0)
+
+    def are_true(name: str) -> bool:
+        found = dict(view for pool in model.pools for view in pool.views(name))
+        kept = model.views(name)
+        return kept.keys() == found.keys() and all(
+            ours.data_ptr() == theirs.data_ptr() and ours.shape == theirs.shape
+            for key in found
+            for ours, theirs in zip(kept[key], found[key], strict=True)
+        )
+
+    come("a", 2)
+    come("b", 2)
+    views = model.views("a")
+    assert model.views("b")
+    model.detach("b")
+    assert not model.views("b")
+    come("c", 1)
+    come("b", 3)
+    assert model.views("a") is views and all(map(are_true, model.jobs))
+
+    def no_room(job: str, weights: AdapterWeights) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(model.pools[-1], "claim", no_room)
+        with pytest.raises(MemoryError):
+            come("large", 16)
+    assert model.views("a") is not views and all(map(are_true, model.jobs))
+    views = model.views("a")
+    come("large", 16)
+    assert model.views("a") is not views and all(map(are_true, model.jobs))
 
 
 def test_one_copy_of_the_base_whatever_the_number_of_jobs() -> None:

@@ -8,7 +8,7 @@ from support.tiny import spec, tiny_super_model
 
 from tlora.core.job import TrainSpec
 from tlora.kernels.adamw import Rows, Work
-from tlora.model.pool import RowViews
+from tlora.model.rank_rows import RowViews
 from tlora.training import optimiser
 from tlora.training.optimiser import AdamW, PooledRows
 
@@ -154,7 +154,12 @@ def test_the_list_is_right_whoever_comes_and_goes() -> None:
         move()
         work, slots = rows.work()
         parts = [
-            [Rows(*part) for pool in model.pools for part in pool.parts(job)] for job in model.jobs
+            [
+                Rows(part.matrix.tensors, part.first, part.rows)
+                for pool in model.pools
+                for part in pool.parts(job)
+            ]
+            for job in model.jobs
         ]
         fresh = Work.of(parts, "cpu")
         assert work.spans == fresh.spans and torch.equal(work.table, fresh.table)

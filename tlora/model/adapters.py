@@ -30,4 +30,5 @@ def new_pair(path: str, *, seed: int, rank: int, in_features: int, out_features:
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
     bound = in_features**-0.5
     a = generator.uniform(-bound, bound, size=(rank, in_features)).astype(np.float32)
-    return LoraPair(a=torch.from_numpy(a), b=torch.zeros(out_features, rank))
+    # Turned as a pool holds it.
+    return LoraPair(a=torch.from_numpy(a), b=torch.zeros(rank, out_features).t())

@@ -5,6 +5,7 @@ of its own brings the copy to the host while training goes on. `bring` is the wa
 onto the device, before anybody needs them there. On a CPU both are done when they return.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, Protocol, TypeVar
@@ -47,9 +48,42 @@ class Snapshot(Generic[T]):
         return self._future.result()
 
 
+class Unmade(Snapshot[T]):
+    """One of which nothing is made before somebody asks: of all that are taken of a job that gets
+    better and better, most are never asked for."""
+
+    def __init__(self, arriving: Future[list[torch.Tensor]], num_bytes: int, make: Make[T]) -> None:
+        super().__init__(Future(), num_bytes)
+        self._arriving: Future[list[torch.Tensor]] | None = arriving
+        self._make = make
+        self._asked = threading.Lock()
+
+    @property
+    def done(self) -> bool:
+        arriving = self._arriving
+        return arriving is None or arriving.done()
+
+    def result(self) -> T:
+        with self._asked:
+            if self._arriving is not None:
+                try:
+                    self._future.set_result(self._make(self._arriving.result()))
+                except Exception as error:
+                    self._future.set_exception(error)
+                # Whatever is not part of the value is let go.
+                self._arriving = None
+        return self._future.result()
+
+    def wait(self) -> None:
+        """Until it has arrived. Raises what kept it from that."""
+        if self._arriving is not None:
+            self._arriving.result()
+
+
 class Courier(Protocol):
     def take(self, tensors: Sequence[torch.Tensor], make: Make[T]) -> Snapshot[T]:
-        """Copies in host memory of what these contiguous float32 tensors hold now."""
+        """Copies in host memory of what these contiguous float32 tensors hold now. `make` is
+        called once, when somebody asks."""
         ...
 
     def bring(self, tensors: Sequence[torch.Tensor], make: Make[T]) -> Snapshot[T]:
@@ -97,21 +131,24 @@ class InBackground:
 
     @torch.no_grad()
     def take(self, tensors: Sequence[torch.Tensor], make: Make[T]) -> Snapshot[T]:
-        sources = [tensor.view(-1) for tensor in tensors]
+        sources = [tensor if tensor.dim() == 1 else tensor.view(-1) for tensor in tensors]
         slabs = self._cloned(sources)
         arrive = self._link.mark()
         groups = slabs if slabs is not None else [[source] for source in sources]
+        shapes = [tensor.shape for tensor in tensors]
 
-        def work() -> T:
+        def work() -> list[torch.Tensor]:
             arrive()
             with torch.no_grad():
-                flat = copy_out(groups, self._of("out"))
-                return make(_shaped(flat, [tensor.shape for tensor in tensors]))
+                return copy_out(groups, self._of("out"))
 
-        snapshot = Snapshot(self._out.submit(work), bytes_of(tensors))
+        def shaped(flat: list[torch.Tensor]) -> T:
+            return make(_shaped(flat, shapes))
+
+        snapshot = Unmade(self._out.submit(work), bytes_of(tensors), shaped)
         if slabs is None:
             # No room for a copy beside the original: nobody may write to it before it is read.
-            snapshot.result()
+            snapshot.wait()
         return snapshot
 
     @torch.no_grad()
@@ -164,4 +201,7 @@ def bytes_of(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def _shaped(flat: list[torch.Tensor], shapes: list[torch.Size]) -> list[torch.Tensor]:
-    return [each.view(shape) for each, shape in zip(flat, shapes, strict=True)]
+    return [
+        each if len(shape) == 1 else each.view(shape)
+        for each, shape in zip(flat, shapes, strict=True)
+    ]

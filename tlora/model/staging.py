@@ -63,7 +63,7 @@ def copy_out(slabs: list[list[torch.Tensor]], lanes: Sequence[Lane]) -> list[tor
     copies: list[torch.Tensor] = []
     turns = _Turns(lanes)
     for index in range(len(slabs)):
-        sizes = [len(each) for each in slabs[index]]
+        sizes = [each.shape[0] for each in slabs[index]]
         source, copy = _whole(slabs[index], sizes), torch.empty(sum(sizes))
         slabs[index] = []
         for piece in pieces([len(copy)], len(lanes[0].buffer)):
@@ -85,19 +85,23 @@ def copy_in(
     largest = len(lanes[0].buffer)
     left = list(sources)
     for slab in slabs:
-        sizes = [len(each) for each in slab]
+        sizes = [each.shape[0] for each in slab]
         mine, left = left[: len(slab)], left[len(slab) :]
         target = _whole(slab, sizes)
         for filled in _fillings(sizes, largest):
             lane = turns.next()
-            at = 0
-            for piece in filled.pieces:
-                source = mine[piece.tensor][piece.first : piece.end]
-                lane.buffer[at : at + len(source)].copy_(source)
-                at += len(source)
-            lane.write(target[filled.first : filled.first + at])
+            sources = [_piece_of(mine[piece.tensor], piece) for piece in filled.pieces]
+            count = sum(piece.end - piece.first for piece in filled.pieces)
+            # In one call: there are hundreds of small ones.
+            torch.cat(sources, out=lane.buffer[:count])
+            lane.write(target[filled.first : filled.first + count])
             turns.after(lambda: None)
     turns.finish()
+
+
+def _piece_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    whole = piece.first == 0 and piece.end == tensor.shape[0]
+    return tensor if whole else tensor[piece.first : piece.end]
 
 
 class Filling(NamedTuple):

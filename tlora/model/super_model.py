@@ -33,10 +33,11 @@ from tlora.model.compiling import (
 from tlora.model.cuda_link import courier_for
 from tlora.model.graphs import Graphs
 from tlora.model.head import PlainHead, find_plain_head
+from tlora.model.job_rows import Cut, JobRows, adapter_of, cut
 from tlora.model.linear import Linear, LoraLinear, SharedInput
 from tlora.model.memory import is_out_of_memory
 from tlora.model.packing import PackedBatch, Share, pack
-from tlora.model.pool import GroupPool, RowViews, adapter_of, clear, copy_all, rows_of
+from tlora.model.pool import GroupPool
 from tlora.model.probe import (
     check_layer_types,
     check_packing,
@@ -45,6 +46,7 @@ from tlora.model.probe import (
     own_logits,
     probe_sequences,
 )
+from tlora.model.rank_rows import RowViews, clear, copy_all
 from tlora.model.rope import separate_sequences
 from tlora.model.routing import Routing, Scaling
 from tlora.model.snapshot import Make, Snapshot
@@ -81,11 +83,12 @@ class SuperModel:
         self.places = 0
         """Another number whenever rows were claimed or freed."""
 
-        self._views: dict[str, dict[str, RowViews]] = {}
+        self._rows: dict[str, JobRows] = {}
         self._groups: list[SharedInput] = []
         self._head: PlainHead | None = None
         self._graphs: Graphs | None = None
         self._growths = 0
+        self._known_growths = 0
         self._pools_moved = True
         self.head_tile_rows = 0
         """Rows of a product of the head where bits count, or 0 for as many as usual."""
@@ -178,11 +181,16 @@ class SuperModel:
             self._check_fits(job, path, pair)
         # First: places must not be trusted after an attach that breaks off either.
         self._forget_places()
+        self._rows.pop(job, None)
         try:
-            for pool in self.pools:
-                pool.claim(job, weights)
-            self._fill([place for pool in self.pools for place in pool.places(job, weights)])
-            copy_all([pair for pool in self.pools for pair in pool.copied(job)])
+            try:
+                for pool in self.pools:
+                    pool.claim(job, weights)
+            finally:
+                self._forget_rows_if_moved()
+            rows = self.rows(job)
+            self._fill(rows.places(weights))
+            copy_all(rows.copied)
         except BaseException:
             self._free(job)
             raise
@@ -203,21 +211,21 @@ class SuperModel:
         self, job: str, make: Callable[[Held], T], *, moments: bool = False
     ) -> Snapshot[T]:
         """What the job's rows hold now, in host memory as soon as it is there; on a device training
-        goes on meanwhile. `make` is called then, by another thread."""
-        parts = [part for pool in self.pools for part in pool.parts(job)]
-        cuts = [cut for pool in self.pools for cut in pool.cuts(job)]
-        kinds = ("value", "exp_avg", "exp_avg_sq") if moments else ("value",)
-        rows = [
-            rows_of(getattr(tensors, kind), first, size)
-            for kind in kinds
-            for tensors, first, size in parts
-        ]
+        goes on meanwhile. `make` is called by whoever asks for it first."""
+        rows, kinds = self.rows(job), ("value", "exp_avg", "exp_avg_sq") if moments else ("value",)
+        # Not the rows themselves: a snapshot may outlive a pool that has moved.
+        cuts = rows.cuts
 
         def made(copies: list[torch.Tensor]) -> T:
-            of_kinds = (copies[i * len(cuts) : (i + 1) * len(cuts)] for i in range(len(kinds)))
-            return make({kind: _cut(of, cuts) for kind, of in zip(kinds, of_kinds, strict=True)})
+            held: Held = {}
+            for number, kind in enumerate(kinds):
+                of_kind = copies[number * len(cuts) : (number + 1) * len(cuts)]
+                held[kind] = cut(
+                    [_in_rows(*each) for each in zip(of_kind, cuts, strict=True)], cuts
+                )
+            return make(held)
 
-        return self._courier.take(rows, made)
+        return self._courier.take([each for kind in kinds for each in rows.flat(kind)], made)
 
     def figure(self, value: torch.Tensor) -> Snapshot[float]:
         """A number that the device is about to know."""
@@ -231,20 +239,24 @@ class SuperModel:
     @torch.no_grad()
     def fill_moments(self, job: str, moments: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """The optimiser's moments of a job that goes on, by kind and matrix."""
-        views = self.views(job)
+        rows = self.rows(job)
         self._fill(
             [
-                (getattr(rows, kind), tensors[name])
+                (matrix, tensors[name])
                 for kind, tensors in moments.items()
-                for name, rows in views.items()
+                for name, matrix in rows.matrices(kind).items()
             ]
         )
 
     def views(self, job: str) -> dict[str, RowViews]:
         """The job's rows with their gradients and moments, by `PATH.lora_A` and `PATH.lora_B`."""
-        if job not in self._views:
-            self._views[job] = dict(named for pool in self.pools for named in pool.views(job))
-        return self._views[job]
+        return self.rows(job).views
+
+    def rows(self, job: str) -> JobRows:
+        """All that the job owns; good until it leaves or another one comes."""
+        if job not in self._rows:
+            self._rows[job] = JobRows([part for pool in self.pools for part in pool.parts(job)])
+        return self._rows[job]
 
     @contextmanager
     def routed(self, batch: PackedBatch, *, train: bool) -> Iterator[None]:
@@ -342,11 +354,12 @@ class SuperModel:
         target = self.targets.get(path)
         if target is None:
             raise ValueError(f"job '{job}': no linear named {path} in the base model")
-        rank = len(pair.a)
-        shapes = [list(pair.a.shape), list(pair.b.shape)]
-        expected = [[rank, target.in_features], [target.out_features, rank]]
+        rank = pair.a.shape[0] if pair.a.dim() else 0
+        shapes = (pair.a.shape, pair.b.shape)
+        expected = ((rank, target.in_features), (target.out_features, rank))
         if rank < 1 or shapes != expected:
-            raise ValueError(f"job '{job}': A and B of {path} are {shapes}, not {expected}")
+            found, right = ([list(shape) for shape in both] for both in (shapes, expected))
+            raise ValueError(f"job '{job}': A and B of {path} are {found}, not {right}")
 
     def _fill(self, places: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """(rows, matrix); matrices in host memory first go to the device together."""
@@ -357,15 +370,25 @@ class SuperModel:
         copy_all(places)
 
     def _free(self, job: str) -> None:
-        clear([rows for pool in self.pools for rows in pool.free(job)])
+        rows = self.rows(job)
+        for pool in self.pools:
+            pool.free(job)
+        del self._rows[job]
+        clear(rows.slices)
 
     def _forget_places(self) -> None:
-        """Rows were claimed or freed, and the pool may have grown: old tables and views are
-        void."""
+        """Rows are claimed or freed: old tables are void. Everybody else's rows stay where they
+        are."""
         self.places += 1
-        self._views.clear()
         self.routing.forget_routes()
-        self._pools_moved = True
+
+    def _forget_rows_if_moved(self) -> None:
+        """A pool that has grown lies elsewhere, with the rows of all."""
+        growths = sum(rows.growths for pool in self.pools for rows in pool.matrices)
+        if growths != self._known_growths:
+            self._known_growths = growths
+            self._rows.clear()
+            self._pools_moved = True
 
     def _take_over(self, reserve_rows: int) -> None:
         """Put the pooled linears and the packed attention in; what comes out must stay the same."""
@@ -433,6 +456,8 @@ class SuperModel:
 
     def _compile_layers(self) -> None:
         self.routing.compiled = compile_layers(self.model) > 0
+        # The compiler has not been told of them yet.
+        self._pools_moved = True
 
     def _capture_graphs(self) -> None:
         if self._head is not None and not has_experts(self.model):
@@ -472,13 +497,8 @@ def of_weights(held: Held) -> AdapterWeights:
     return adapter_of(held["value"])
 
 
-def _cut(parts: list[torch.Tensor], cuts: list[list[tuple[str, int]]]) -> dict[str, torch.Tensor]:
-    """The matrices that lie in these parts, one below the other."""
-    found = {}
-    for part, cut in zip(parts, cuts, strict=True):
-        matrices = part.split([rank for _, rank in cut])
-        found |= {name: matrix for (name, _), matrix in zip(cut, matrices, strict=True)}
-    return found
+def _in_rows(part: torch.Tensor, names: Cut) -> torch.Tensor:
+    return part.view(sum(rank for _, rank in names), -1)
 
 
 def pack_all(sequences: list[torch.Tensor], device: torch.device) -> PackedBatch:

@@ -19,10 +19,10 @@ from tlora.core.errors import AdapterError
 from tlora.core.job import BaseSpec, JobSpec
 from tlora.core.sequence import TokenSequence
 from tlora.model.adapters import AdapterWeights
+from tlora.model.job_rows import adapter_of
 from tlora.model.packing import Share, pack
 from tlora.model.peft_format import export_adapter, read_adapter
 from tlora.model.plain import plain_adapter
-from tlora.model.pool import adapter_of
 from tlora.model.precision import in_float32
 from tlora.model.probe import TOLERANCE
 from tlora.model.snapshot import Snapshot
@@ -82,8 +82,7 @@ def begin_export(
 def look(model: SuperModel, job: JobSpec, probe: TokenSequence) -> Snapshot[float]:
     """How far the logits of an attached job are from those that its matrices give by hooks. The
     matrices are read where they lie, and nobody waits for the result."""
-    views = model.views(job.name)
-    matrices = adapter_of({name: rows.value for name, rows in views.items()}, copied=False)
+    matrices = adapter_of(model.rows(job.name).matrices("value"))
     trained = _logits(model, job.name, probe)
     return model.figure(
         difference_of(plain_logits(model, matrices, job.lora.scale, probe), trained)

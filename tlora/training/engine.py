@@ -111,7 +111,7 @@ class Engine:
             raise ValueError(f"job '{name}': its weight must be positive, got {weight}")
         if state is not None:
             check_state(name, weights, state)
-        rank = max(len(pair.a) for pair in weights.values())
+        rank = max(pair.a.shape[0] for pair in weights.values())
         self.super_model.attach(name, weights, scale=scale, dropout=dropout)
         self._jobs[name] = EngineJob(
             name,
@@ -386,7 +386,7 @@ class Engine:
 
     def _finish_evaluation(self, job: EngineJob) -> LaunchedEvaluation:
         # Attention may hide a NaN in its queries behind a finite loss; no gradient would show it.
-        finite = optimiser.are_finite(list(self.super_model.views(job.name).values()))
+        finite = optimiser.are_finite(self.super_model.rows(job.name).of("value"))
         assert job.batch is not None
         batch = job.batch
         return LaunchedEvaluation(job, batch, job.evaluation_launched(), to_host(finite))

@@ -4,6 +4,8 @@ To move a job: `Engine.snapshot`, `Engine.detach`, and in the other engine `brin
 `Engine.attach` with what was brought.
 """
 
+from collections.abc import Iterable, Iterator
+
 import torch
 
 from tlora.model.adapters import AdapterWeights, LoraPair
@@ -24,10 +26,9 @@ def bring_weights(model: SuperModel, weights: AdapterWeights) -> Snapshot[Adapte
     then."""
 
     def adapter(there: list[torch.Tensor]) -> AdapterWeights:
-        found = iter(there)
-        return {path: LoraPair(a=next(found), b=next(found)) for path in weights}
+        return _paired(weights, iter(there))
 
-    return model.bring([each for pair in weights.values() for each in (pair.a, pair.b)], adapter)
+    return model.bring(_matrices(weights), adapter)
 
 
 def bring(model: SuperModel, state: JobState) -> Snapshot[JobState]:
@@ -38,10 +39,18 @@ def bring(model: SuperModel, state: JobState) -> Snapshot[JobState]:
         found = iter(tensors)
         return JobState(
             state.step,
-            {path: LoraPair(a=next(found), b=next(found)) for path in weights},
+            _paired(weights, found),
             {name: next(found) for name in exp_avg},
             {name: next(found) for name in exp_avg_sq},
         )
 
-    matrices = [each for pair in weights.values() for each in (pair.a, pair.b)]
-    return model.bring([*matrices, *exp_avg.values(), *exp_avg_sq.values()], there)
+    return model.bring([*_matrices(weights), *exp_avg.values(), *exp_avg_sq.values()], there)
+
+
+def _matrices(weights: AdapterWeights) -> list[torch.Tensor]:
+    """B turned as a pool holds it: so it goes there without a step of its own."""
+    return [each for pair in weights.values() for each in (pair.a, pair.b.t())]
+
+
+def _paired(paths: Iterable[str], there: Iterator[torch.Tensor]) -> AdapterWeights:
+    return {path: LoraPair(a=next(there), b=next(there).t()) for path in paths}

@@ -18,7 +18,8 @@ import torch
 from tlora.core.job import TrainSpec
 from tlora.kernels.adamw import Order, Rows, Work, chunks_of
 from tlora.kernels.multi_lora.routes import triton_serves
-from tlora.model.pool import GroupPool, RowViews, Slot
+from tlora.model.pool import GroupPool, Slot
+from tlora.model.rank_rows import RowViews
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +68,9 @@ class Adapters(Protocol):
 
 
 class _Chunks(NamedTuple):
-    """A job's part of the list, and where its rows were then."""
+    """A job's part of the list, and which rows it had then."""
 
-    pools: tuple[int, ...]
-    slots: tuple[Slot | None, ...]
+    slots: list[Slot | None]
     table: np.ndarray
 
 
@@ -82,6 +82,7 @@ class PooledRows:
         self.adapters = adapters
         self._work: Work | None = None
         self._chunks: dict[str, _Chunks] = {}
+        self._growths: list[int] = []
         self._slots: dict[str, int] = {}
         self._places = -1
 
@@ -99,23 +100,30 @@ class PooledRows:
         """The list, and the slot of each job in it."""
         if self._work is None or self._places != self.adapters.places:
             jobs, pools = self.adapters.jobs, self.adapters.pools
-            # A pool that has grown lies elsewhere.
-            matrices = [each for pool in pools for each in pool.matrices]
-            addresses = tuple(part.data_ptr() for each in matrices for part in each.tensors)
-            self._chunks = {job: self._chunks_of(job, addresses) for job in jobs}
+            growths = [each.growths for pool in pools for each in pool.matrices]
+            if growths != self._growths:
+                # A pool that has grown lies elsewhere.
+                self._chunks, self._growths = {}, growths
+            places = [pool.slots for pool in pools]
+            self._chunks = {
+                job: self._chunks_of(job, [slots.get(job) for slots in places]) for job in jobs
+            }
             tables = [chunks.table for chunks in self._chunks.values()]
             self._work = Work.of_tables(tables, self.adapters.device)
             self._slots = {job: slot for slot, job in enumerate(jobs)}
             self._places = self.adapters.places
         return self._work, self._slots
 
-    def _chunks_of(self, job: str, addresses: tuple[int, ...]) -> _Chunks:
-        slots = tuple(pool.slots.get(job) for pool in self.adapters.pools)
+    def _chunks_of(self, job: str, slots: list[Slot | None]) -> _Chunks:
         known = self._chunks.get(job)
-        if known is not None and (known.pools, known.slots) == (addresses, slots):
+        if known is not None and known.slots == slots:
             return known
-        rows = [Rows(*part) for pool in self.adapters.pools for part in pool.parts(job)]
-        return _Chunks(addresses, slots, chunks_of(rows))
+        rows = [
+            Rows(part.matrix.tensors, part.first, part.rows)
+            for pool in self.adapters.pools
+            for part in pool.parts(job)
+        ]
+        return _Chunks(slots, chunks_of(rows))
 
 
 def step_jobs(rows: PooledRows, due: Sequence[DueStep]) -> torch.Tensor:
@@ -170,9 +178,9 @@ def gradient_norm(rows: list[RowViews]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def are_finite(rows: list[RowViews]) -> torch.Tensor:
+def are_finite(weights: list[torch.Tensor]) -> torch.Tensor:
     """Whether every weight of the job is a number; its largest is then one too. On the device."""
-    largest = torch._foreach_norm([row.value for row in rows], float("inf"))
+    largest = torch._foreach_norm(weights, float("inf"))
     return torch.stack(list(largest)).isfinite().all()
 
 

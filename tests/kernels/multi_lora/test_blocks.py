@@ -1,5 +1,7 @@
 """The work lists: complete, bounded, and blind to neighbours."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -83,6 +85,56 @@ def test_without_dropout_linears_are_stacked_where_ranks_allow():
     assert len(rows(build_table(LAYOUT, [segment(0, 16)]), "shrink_x")) == 1
     assert len(rows(build_table(LAYOUT, [segment(0, 16, ranks=(8, 7))]), "shrink_x")) == 2
     assert len(rows(build_table(LAYOUT, [segment(0, 16, threshold=9)]), "shrink_x")) == 2
+
+
+def plain_rows(each, tokens, cap, side):
+    """What a list has of one segment: every piece for every block, by loops."""
+    pieces = blocks._pieces_of(
+        each.a_row, each.ranks, each.b_rows, each.scale, each.threshold, cap, side
+    ).tolist()
+    found = []
+    for start in range(each.start, each.stop, tokens):
+        for piece in pieces:
+            row = list(piece)
+            row[blocks.START], row[blocks.COUNT] = start, min(tokens, each.stop - start)
+            row[blocks.KEY] = each.key - 2**32 if each.key >= 2**31 else each.key
+            found.append(row)
+    return found
+
+
+def test_lists_of_all_segments_at_once_are_those_of_each():
+    """In their order, to the number, an empty segment and one without rows among them; sums and
+    sorting aside. One key that is another shows."""
+    segments = [
+        segment(3, 60, threshold=7),
+        segment(60, 60, 16, (8, 8)),
+        segment(60, 61, 32, (5, 0)),
+        segment(61, 80, 40, (0, 0)),
+        segment(80, 100, 40, (40, 33)),
+    ]
+    layout = replace(LAYOUT, max_segments=8)
+    found = blocks._lists(layout, [each for each in segments if each.stop > each.start])
+    ways = {
+        "shrink_x": (16, 32, "a"),
+        "shrink_dy": (16, 32, "b"),
+        "reduce_a": (32, 16, "a"),
+        "reduce_b": (32, 16, "b"),
+    }
+    own = [blocks.FIRST, blocks.SIZE, blocks.INDEX, blocks.GROUP]
+    for name, way in ways.items():
+        expected = [row for each in segments for row in plain_rows(each, *way)]
+        if name.startswith("reduce"):
+            expected.sort(key=lambda row: -row[blocks.COUNT])
+            found[name][:, own] = 0
+        assert found[name].tolist() == expected
+        other = replace(segments[0], key=1)
+        broken = [row for each in [other, *segments[1:]] for row in plain_rows(each, *way)]
+        assert sorted(found[name].tolist()) != sorted(broken)
+    for side, name in (("a", "pieces_dx"), ("b", "pieces_y")):
+        rows = [row for each in segments for row in plain_rows(each, 100, 16, side)]
+        for row in rows:
+            row[blocks.START] = row[blocks.COUNT] = 0
+        assert found[name].tolist() == rows
 
 
 @pytest.mark.parametrize(

@@ -115,10 +115,12 @@ def chunks_of(job: Sequence[Rows], *, chunk: int = CHUNK) -> np.ndarray:
 
 
 def _stretch(rows: Rows) -> list[int]:
-    width = rows.tensors[0].shape[1]
+    shape = rows.tensors[0].shape
+    capacity, width = shape
+    assert rows.first + rows.rows <= capacity
     for tensor in rows.tensors:
         assert tensor.dtype == torch.float32 and tensor.is_contiguous(), "a pool is float32 rows"
-        assert tensor.shape[1] == width and rows.first + rows.rows <= tensor.shape[0]
+        assert tensor.shape == shape
     addresses = [tensor.data_ptr() + 4 * rows.first * width for tensor in rows.tensors]
     # By the width alone: where an odd row happens to begin depends on who came before the job, and
     # the way a chunk is read decides the order of its sum.

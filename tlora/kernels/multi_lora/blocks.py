@@ -15,6 +15,7 @@ import struct
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -217,23 +218,44 @@ def _check(layout: Layout, segments: list[Segment]) -> None:
         stop = max(stop, segment.stop)
 
 
+class _Spans(NamedTuple):
+    """Tokens of segments: int64 [segments] each."""
+
+    starts: np.ndarray
+    stops: np.ndarray
+
+
+class _Pieces(NamedTuple):
+    """Rows of a list, but for their tokens: those of the first segment, then of the next."""
+
+    rows: np.ndarray
+    counts: np.ndarray
+    """int64 [segments]."""
+
+    @property
+    def owners(self) -> np.ndarray:
+        """Of each row, its segment."""
+        return np.repeat(np.arange(len(self.counts)), self.counts)
+
+
 def _lists(layout: Layout, segments: list[Segment]) -> dict[str, np.ndarray]:
-    tiles = layout.tiles
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in LISTS}
-    for segment in segments:
-        stacked, apart = (_pieces(segment, tiles.shrink_rank, side) for side in "ab")
-        parts["shrink_x"].append(_blocks(segment, stacked, tiles.shrink_tokens))
-        parts["shrink_dy"].append(_blocks(segment, apart, tiles.shrink_tokens))
-        stacked, apart = (
-            _pieces(segment, tiles.stack_rank, "a"),
-            _pieces(segment, tiles.chunk_rank, "b"),
-        )
-        parts["reduce_a"].append(_blocks(segment, stacked, tiles.chunk_tokens))
-        parts["reduce_b"].append(_blocks(segment, apart, tiles.chunk_tokens))
-    none = (0,) * layout.num_linears
-    gaps = [Segment(start, stop, 0, none, none, 0.0) for start, stop in _gaps(layout, segments)]
-    _add_expands(layout, parts, [*segments, *gaps])
-    lists = {name: np.concatenate([_NO_ROWS, *rows]) for name, rows in parts.items()}
+    """Of all segments at once: with many jobs, some calls for each take longer than a launch."""
+    tiles, spans = layout.tiles, _spans([(each.start, each.stop) for each in segments])
+    apart = _pieces(segments, tiles.chunk_rank, "b")
+    lists = {
+        "shrink_x": _blocks(spans, _pieces(segments, tiles.shrink_rank, "a"), tiles.shrink_tokens),
+        "shrink_dy": _blocks(spans, _pieces(segments, tiles.shrink_rank, "b"), tiles.shrink_tokens),
+        "reduce_a": _blocks(spans, _pieces(segments, tiles.stack_rank, "a"), tiles.chunk_tokens),
+        "reduce_b": _blocks(spans, apart, tiles.chunk_tokens),
+        "pieces_y": apart.rows,
+        "pieces_dx": (stacked := _pieces(segments, tiles.chunk_rank, "a")).rows,
+    }
+    gaps = _spans(_gaps(layout, segments))
+    every = _Spans(*(np.concatenate(each) for each in zip(spans, gaps, strict=True)))
+    n = layout.num_linears
+    linears = apart.owners * n + apart.rows[:, LINEAR]
+    lists["expand_y"] = _expands(layout, "y", every, n, apart.rows, linears)
+    lists["expand_dx"] = _expands(layout, "dx", every, 1, stacked.rows, stacked.owners)
     # Rows of A differ between linears, rows of B may not: they are in separate pools.
     _number_sums(lists["reduce_a"], lists["reduce_a"][:, W_ROW].astype(np.int64))
     of_linear = lists["reduce_b"][:, LINEAR].astype(np.int64) << 32
@@ -244,24 +266,21 @@ def _lists(layout: Layout, segments: list[Segment]) -> dict[str, np.ndarray]:
     return lists
 
 
-def _add_expands(
-    layout: Layout, parts: dict[str, list[np.ndarray]], segments: list[Segment]
-) -> None:
-    sizes = {"y": 0, "dx": 0}
-    for segment in segments:
-        stacked, apart = (_pieces(segment, layout.tiles.chunk_rank, side) for side in "ab")
-        cases = [("dx", 0, stacked)]
-        for linear in range(layout.num_linears):
-            cases.append(("y", linear, apart[apart[:, LINEAR] == linear]))
-        for name, linear, pieces in cases:
-            row = np.zeros((1, COLUMNS), dtype=np.int32)
-            row[0, LINEAR] = linear
-            row[0, RANK] = pieces[:, RANK].max(initial=0)
-            row[0, FIRST] = layout.first_row[f"pieces_{name}"] + sizes[name]
-            row[0, SIZE] = len(pieces)
-            parts[f"expand_{name}"].append(_blocks(segment, row, layout.tiles.expand_tokens))
-            parts[f"pieces_{name}"].append(pieces)
-            sizes[name] += len(pieces)
+def _expands(
+    layout: Layout, name: str, spans: _Spans, each: int, pieces: np.ndarray, owners: np.ndarray
+) -> np.ndarray:
+    """For `each` linear of every segment, what is to be added up: those of the pieces that it
+    owns, which follow each other."""
+    count = each * len(spans.starts)
+    sizes = np.bincount(owners, minlength=count)
+    rows = np.zeros((count, COLUMNS), dtype=np.int32)
+    rows[:, LINEAR] = np.arange(count) % each
+    np.maximum.at(rows[:, RANK], owners, pieces[:, RANK])
+    rows[:, FIRST] = layout.first_row[f"pieces_{name}"] + np.cumsum(sizes) - sizes
+    rows[:, SIZE] = sizes
+    repeated = _Spans(*(np.repeat(edges, each) for edges in spans))
+    one = np.ones(count, dtype=np.int64)
+    return _blocks(repeated, _Pieces(rows, one), layout.tiles.expand_tokens)
 
 
 def _number_sums(rows: np.ndarray, pieces: np.ndarray) -> None:
@@ -283,12 +302,17 @@ def _number_sums(rows: np.ndarray, pieces: np.ndarray) -> None:
     rows[:, SIZE], rows[:, INDEX], rows[:, GROUP] = sizes[group], index, group
 
 
-def _pieces(segment: Segment, cap: int, side: str) -> np.ndarray:
-    """Rank rows in pieces of at most `cap`; whose tokens, is still open."""
-    place = (segment.a_row, segment.ranks, segment.b_rows)
-    rows = _pieces_of(*place, segment.scale, segment.threshold, cap, side).copy()
-    rows[:, KEY] = _signed(segment.key)
-    return rows
+def _pieces(segments: list[Segment], cap: int, side: str) -> _Pieces:
+    """Rank rows in pieces of at most `cap`."""
+    found = [
+        _pieces_of(each.a_row, each.ranks, each.b_rows, each.scale, each.threshold, cap, side)
+        for each in segments
+    ]
+    counts = np.array([len(rows) for rows in found], dtype=np.int64)
+    rows = np.concatenate([_NO_ROWS, *found])
+    keys = np.array([_signed(each.key) for each in segments], dtype=np.int32)
+    rows[:, KEY] = np.repeat(keys, counts)
+    return _Pieces(rows, counts)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -324,13 +348,23 @@ def _pieces_of(
     return np.array(rows, dtype=np.int32).reshape(-1, COLUMNS)
 
 
-def _blocks(segment: Segment, pieces: np.ndarray, tokens: int) -> np.ndarray:
+def _blocks(spans: _Spans, pieces: _Pieces, tokens: int) -> np.ndarray:
     """Every piece for every block of tokens, counted from the segment's own start."""
-    starts = np.arange(segment.start, segment.stop, tokens, dtype=np.int32)
-    rows = np.repeat(pieces[None], len(starts), axis=0)
-    rows[:, :, START] = starts[:, None]
-    rows[:, :, COUNT] = np.minimum(tokens, segment.stop - starts)[:, None]
-    return rows.reshape(-1, COLUMNS)
+    blocks = -(-(spans.stops - spans.starts) // tokens)
+    sizes = blocks * pieces.counts
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    # Of each row: its place among those of its segment, and from that its block and piece.
+    place = np.arange(len(owner)) - (np.cumsum(sizes) - sizes)[owner]
+    block, piece = np.divmod(place, pieces.counts[owner])
+    rows = pieces.rows[(np.cumsum(pieces.counts) - pieces.counts)[owner] + piece]
+    starts = spans.starts[owner] + block * tokens
+    rows[:, START] = starts
+    rows[:, COUNT] = np.minimum(tokens, spans.stops[owner] - starts)
+    return rows
+
+
+def _spans(edges: list[tuple[int, int]]) -> _Spans:
+    return _Spans(*np.array(edges, dtype=np.int64).reshape(-1, 2).T)
 
 
 def _gaps(layout: Layout, segments: list[Segment]) -> list[tuple[int, int]]:
