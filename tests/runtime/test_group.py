@@ -267,13 +267,20 @@ def torchrun(spec: RunSpec, folder: Path, *options: str, restarts: int = 0) -> l
 
 def test_torchrun_starts_the_ranks_too(spec: RunSpec, alone: Path, tmp_path: Path) -> None:
     """Without a plan by the planner's: the same files, events of all ranks among them; the plan is
-    said once."""
-    done = subprocess.run(torchrun(spec, tmp_path), capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr
+    said once. A job that fails is told by the exit code, and no reason to train anything again."""
+    train_badly = replace(spec.jobs[1].train, learning_rate=1e30)
+    bad = replace(spec.jobs[1], name="bad", train=train_badly)
+    command = torchrun(replace(spec, jobs=(*spec.jobs, bad)), tmp_path, restarts=1)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 1, done.stderr
     assert done.stdout.count("plan: one group, ") == 1
-    same_as_alone(tmp_path / "run", alone, JOBS)
-    assert {each["device"] for each in events(tmp_path / "run", "nano_batch")} == {0, 1}
-    times = [each["time"] for each in events(tmp_path / "run", "nano_batch")]
+    assert done.stderr.count("failed: bad; the reasons are in") == 2
+    run = tmp_path / "run"
+    assert len(events(run, "began")) == 1
+    assert [each["status"] for each in events(run, "ended") if each["job"] == "bad"] == ["failed"]
+    same_as_alone(run, alone, JOBS)
+    assert {each["device"] for each in events(run, "nano_batch")} == {0, 1}
+    times = [each["time"] for each in events(run, "nano_batch")]
     assert times == sorted(times)
 
 

@@ -5,6 +5,7 @@ DIR/state.sqlite, and shows how it goes. What is left on disk is what a run on o
 """
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -217,11 +218,14 @@ class Lead:
         data: dict[str, PreparedData],
         directory: RunDirectory,
         progress: Progress,
+        *,
+        over: Callable[[RunDirectory, JobSpec], JobResult | None] = finished,
     ) -> None:
+        """`over` tells what came of a job, if it is not to be trained any more."""
         self.directory = directory
         self.progress = progress
         self.clock = WallClock()
-        kept = {job.name: finished(directory, job) for job in spec.jobs}
+        kept = {job.name: over(directory, job) for job in spec.jobs}
         self.results: dict[str, JobResult] = {
             name: result for name, result in kept.items() if result is not None
         }

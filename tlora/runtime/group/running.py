@@ -44,7 +44,7 @@ from tlora.runtime.group.supervisor import Ranks
 from tlora.runtime.interrupts import interruptible
 from tlora.runtime.live import choose_progress
 from tlora.runtime.progress import USAGE, Progress, ProgressLines, RankUsage
-from tlora.runtime.resuming import check_unchanged, finished
+from tlora.runtime.resuming import check_unchanged, finished, tried
 from tlora.runtime.run_log import read_lines
 from tlora.runtime.scheduled import Lead, device_names
 from tlora.runtime.sinks import check_trackers
@@ -109,7 +109,7 @@ def train_as_rank(
     name, is_first = compare(plan, attempt)
     rank, world = dist.get_rank(), dist.get_world_size()
     progress = choose_progress() if rank == 0 else ProgressLines(io.StringIO())
-    whole = _Whole(spec, plan, Path(output), progress, leads=rank == 0)
+    whole = _Whole(spec, plan, Path(output), progress, leads=rank == 0, again=not is_first)
     beats = Heartbeat(rank, world, name=name, lost=whole.lost)
     try:
         result = _train_as_rank(whole, rank, fresh=fresh and is_first)
@@ -177,8 +177,16 @@ class _Whole:
     """What concerns the run and no rank alone."""
 
     def __init__(
-        self, spec: RunSpec, plan: Plan, output: Path, progress: Progress, *, leads: bool = True
+        self,
+        spec: RunSpec,
+        plan: Plan,
+        output: Path,
+        progress: Progress,
+        *,
+        leads: bool = True,
+        again: bool = False,
     ) -> None:
+        """`again`: a launcher has started the ranks again, and jobs that failed were tried."""
         quieten_libraries()
         check_trackers(spec.report_to)
         for note in check_plan(plan, spec):
@@ -192,6 +200,9 @@ class _Whole:
         self._ranks: list[dict[str, Any]] = []
         self._losses: list[dict[str, object]] = []
         self._notes = Notes(output)
+        self._over = tried if again else finished
+        """What came of a job, if it is not to be trained any more."""
+
         self._lead: Lead | None = None
         self._closed = False
 
@@ -212,8 +223,9 @@ class _Whole:
             directory.root / "resolved.yaml",
             dump_spec(replace(spec, jobs=(*spec.jobs, *absent))),
         )
+        self._forget_failures()
         self._write_about(data)
-        self._lead = Lead(spec, data, directory, self.progress)
+        self._lead = Lead(spec, data, directory, self.progress, over=self._over)
         self._lead.begin(self.plan.bucket)
 
     def _keep_left_notes(self) -> None:
@@ -223,6 +235,12 @@ class _Whole:
                 record = event_of(rank, message.what, message.time, message.fields)
                 self.directory.append(self.directory.root / "events.jsonl", record)
         self._notes.remove()
+
+    def _forget_failures(self) -> None:
+        """Of earlier runs: what failed is tried again, and has not been in this one."""
+        for job in self.spec.jobs:
+            if self._over(self.directory, job) is None:
+                (self.directory.root / job.name / "result.json").unlink(missing_ok=True)
 
     def _write_about(self, data: dict[str, PreparedData]) -> None:
         directory = self.directory
@@ -237,7 +255,7 @@ class _Whole:
         return [
             job.name
             for job in self.spec.jobs
-            if job.name not in results and finished(self.directory, job) is None
+            if job.name not in results and self._over(self.directory, job) is None
         ]
 
     def hear(self, rank: int, message: Message) -> None:
@@ -326,7 +344,7 @@ class _Whole:
     def finish(self, *, interrupted: bool) -> RunResult:
         results: dict[str, JobResult] = dict(self._lead.results) if self._lead is not None else {}
         for job in self.spec.jobs:
-            found = finished(self.directory, job)
+            found = tried(self.directory, job)
             if found is not None:
                 results.setdefault(job.name, found)
         if self.leads:
