@@ -4,6 +4,7 @@ A worker process for each device trains; this process decides who trains where, 
 DIR/state.sqlite, and shows how it goes. What is left on disk is what a run on one device leaves.
 """
 
+import gc
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -200,10 +201,15 @@ def proven(
     budget: int,
     directory: RunDirectory | None,
 ) -> Exactness | None:
-    """Every worker proves it for itself; here it is only for the record."""
+    """Every worker proves it for itself; here it is only for the record. Raises SpecError if the
+    run in `directory` was another kind of machine's."""
     if spec.engine.isolation != "exact":
         return None
     proof = show_exact(load_super_model(spec, device), spec, data, budget)
+    if device.type == "cuda":
+        # Its worker is on the same device, and needs the room.
+        gc.collect()
+        torch.cuda.empty_cache()
     if directory is not None and directory.is_run:
         check_same_bits(directory.root, describe_run(spec, device, proof))
     return proof

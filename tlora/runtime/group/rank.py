@@ -38,11 +38,12 @@ from tlora.runtime.group.timing import TimedEngine
 from tlora.runtime.progress import USAGE, RankUsage
 from tlora.runtime.recording import Recorder
 from tlora.runtime.requests import request_of
-from tlora.runtime.resuming import Resumption, resumption
+from tlora.runtime.resuming import Resumption, check_same_bits, resumption
 from tlora.runtime.sinks import Sinks
 from tlora.runtime.training import (
     adapter_start,
     compiles,
+    describe_run,
     enter_job,
     load_super_model,
     restore,
@@ -127,7 +128,9 @@ class Member:
             # Bits depend on it: it must not depend on the plan.
             parameters = load_shape(spec.base).num_parameters()
             budget = nano_batch_tokens(spec, device, self.data, parameters)
-            show_exact(self.model, spec, self.data, budget)
+            proof = show_exact(self.model, spec, self.data, budget)
+            # Of several nodes each may have another kind of device.
+            check_same_bits(directory, describe_run(spec, device, proof))
         self.tuned = self._tuning(spec, device)
         self.engine = TimedEngine(
             self.model,
@@ -330,6 +333,7 @@ class Member:
         self._told = now
         usage = RankUsage(
             rank=self.rank,
+            ranks=self.world,
             jobs=tuple(loop.active),
             turns=self.engine.usage.turns,
             empty=self.engine.usage.empty,

@@ -9,13 +9,14 @@ what concerns the whole run.
 import io
 import json
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+import torch
 import torch.distributed as dist
 
 from tlora.config import dump_spec, load_plan
@@ -23,13 +24,13 @@ from tlora.core.errors import SpecError, TloraError
 from tlora.core.job import JobSpec, RunSpec
 from tlora.core.plan import Plan
 from tlora.core.records import as_json
-from tlora.data.prepare import PreparedData
 from tlora.model.loading import load_shape, resolve_device
 from tlora.model.targets import find_targets
 from tlora.parallel.counting import Counts
 from tlora.parallel.exchange import exchange
 from tlora.parallel.mesh import check_runs, join
 from tlora.parallel.sharding import check_kept_layers, follows_another, layers_to_shard
+from tlora.runtime.budget import nano_batch_tokens
 from tlora.runtime.checking import check_targets, context_length, prepare_jobs
 from tlora.runtime.data_lines import full_lines, start_lines
 from tlora.runtime.directory import JobResult, RunDirectory, replace_text
@@ -46,7 +47,7 @@ from tlora.runtime.live import choose_progress
 from tlora.runtime.progress import USAGE, Progress, ProgressLines, RankUsage
 from tlora.runtime.resuming import check_unchanged, finished, tried
 from tlora.runtime.run_log import read_lines
-from tlora.runtime.scheduled import Lead, device_names
+from tlora.runtime.scheduled import Lead, device_names, proven
 from tlora.runtime.sinks import check_trackers
 from tlora.runtime.training import RunResult, describe_run, leave_report
 from tlora.schedule.plan_check import nothing_smaller, smaller
@@ -71,18 +72,20 @@ def train_in_group(
     progress = progress or choose_progress()
     whole = _Whole(spec, plan, Path(output), progress)
     names = device_names(whole.device, plan.gpus)
+    threads = None if names[0].startswith("cuda") else 1
     stopped = False
     try:
-        whole.begin(fresh=fresh)
+        with using_threads(threads):
+            whole.begin(fresh=fresh)
         with interruptible(on_first=progress.on_interrupt) as interrupt:
-            current = plan
             while whole.unfinished() and not interrupt():
-                progress.say(f"{current.gpus} ranks: {current}")
+                current = whole.plan
+                progress.say(f"{current.gpus} rank{'s' * (current.gpus > 1)}: {current}")
                 ranks = Ranks(
                     current,
                     whole.directory.root.resolve(),
                     whole.unfinished(),
-                    threads=None if names[0].startswith("cuda") else 1,
+                    threads=threads,
                 )
                 try:
                     on_start(ranks)
@@ -91,7 +94,7 @@ def train_in_group(
                     ranks.close()
                 if loss is None:
                     break
-                current = whole.follow(str(loss), current, profile)
+                whole.follow(str(loss), profile)
             stopped = interrupt.asked and bool(whole.unfinished())
     finally:
         whole.close()
@@ -122,6 +125,18 @@ def train_as_rank(
     dist.barrier()
     dist.destroy_process_group()
     return result
+
+
+@contextmanager
+def using_threads(count: int | None) -> Iterator[None]:
+    """As many as ranks have, where that is known: which bits hold may depend on it."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Common(NamedTuple):
@@ -193,10 +208,13 @@ class _Whole:
             progress.say(note)
         self.spec = spec
         self.plan = plan
+        """Of the ranks that there are now; a smaller one when some were lost."""
+
         self.progress = progress
         self.leads = leads
         self.device = resolve_device(spec.engine.device)
         self.directory = RunDirectory(output)
+        self._about: dict[str, object] = {}
         self._ranks: list[dict[str, Any]] = []
         self._losses: list[dict[str, object]] = []
         self._notes = Notes(output)
@@ -217,6 +235,11 @@ class _Whole:
             check_kept_layers(self.plan.kept_layers, len(layers_to_shard(shape)))
         data = prepare_jobs(spec, limit=context_length(shape.config))
         self.progress.say(*start_lines(spec.jobs, data, directory.root / "data.txt"))
+        # As each rank does it: bits depend on it, so that it must not depend on the plan.
+        budget = nano_batch_tokens(spec, self.device, data, shape.num_parameters())
+        proof = proven(spec, self.device, data, budget, directory if not fresh else None)
+        if proof is not None:
+            self.progress.say(proof.line)
         directory.create(fresh=fresh)
         self._keep_left_notes()
         replace_text(
@@ -224,7 +247,9 @@ class _Whole:
             dump_spec(replace(spec, jobs=(*spec.jobs, *absent))),
         )
         self._forget_failures()
-        self._write_about(data)
+        replace_text(directory.root / "data.txt", "\n".join(full_lines(data)) + "\n")
+        self._about = describe_run(spec, self.device, proof)
+        self._write_about()
         self._lead = Lead(spec, data, directory, self.progress, over=self._over)
         self._lead.begin(self.plan.bucket)
 
@@ -242,12 +267,9 @@ class _Whole:
             if self._over(self.directory, job) is None:
                 (self.directory.root / job.name / "result.json").unlink(missing_ok=True)
 
-    def _write_about(self, data: dict[str, PreparedData]) -> None:
-        directory = self.directory
-        replace_text(directory.root / "data.txt", "\n".join(full_lines(data)) + "\n")
-        about = describe_run(self.spec, self.device, None)
-        about |= {"plan": plan_as_json(self.plan), "devices": self.plan.gpus}
-        directory.write_json(directory.root / "run.json", about)
+    def _write_about(self) -> None:
+        plan = {"plan": plan_as_json(self.plan), "devices": self.plan.gpus}
+        self.directory.write_json(self.directory.root / "run.json", self._about | plan)
 
     def unfinished(self) -> list[str]:
         """Jobs that are not over; failed ones were tried, in this run."""
@@ -306,14 +328,15 @@ class _Whole:
         print(f"{cause}; the group ends, the same command goes on", file=sys.stderr, flush=True)
         RunDirectory(self.directory.root).event("group_lost", cause=cause, ranks=self.plan.gpus)
 
-    def follow(self, cause: str, plan: Plan, profile: str | None) -> Plan:
-        """The plan to go on with. Raises TloraError if there is none."""
+    def follow(self, cause: str, profile: str | None) -> None:
+        """Go on under a smaller plan. Raises TloraError if there is none."""
+        plan = self.plan
         self._losses.append({"cause": cause, "plan": plan_as_json(plan)})
         self.directory.event("group_lost", cause=cause, ranks=plan.gpus)
         planner = planner_for(self.spec, plan.gpus, output=self.directory.root, profile=profile)
         if planner is None:
             # It was lost after its jobs had ended.
-            return plan
+            return
         following = smaller(plan, planner)
         if following is None:
             why = nothing_smaller(plan, planner)
@@ -324,7 +347,10 @@ class _Whole:
         self.progress.say(
             f"{cause}; the jobs go on from their checkpoints with {gpus_text(following.gpus)}"
         )
-        return following
+        self.plan = following
+        # Ranks of the lost group that had come to their end.
+        self._ranks.clear()
+        self._write_about()
 
     def close(self) -> None:
         if self._closed:
