@@ -35,7 +35,7 @@ from tlora.runtime.checking import check_targets, context_length, prepare_jobs
 from tlora.runtime.data_lines import full_lines, start_lines
 from tlora.runtime.directory import JobResult, RunDirectory, replace_text
 from tlora.runtime.environment import quieten_libraries
-from tlora.runtime.executors.messages import Message, Noted
+from tlora.runtime.executors.messages import Message, Noted, Said
 from tlora.runtime.executors.notes import event_of
 from tlora.runtime.group.choosing import planner_for
 from tlora.runtime.group.heartbeat import Heartbeat
@@ -116,13 +116,15 @@ def train_as_rank(
     beats = Heartbeat(rank, world, name=name, lost=whole.lost)
     try:
         result = _train_as_rank(whole, rank, fresh=fresh and is_first)
+        # Nobody leaves while others need it. Still watched: a rank may be lost right here.
+        dist.barrier()
     except Exception as error:
         if not isinstance(error, TloraError) and not follows_another(error):
             whole.lost(f"rank {rank}: {type(error).__name__}: {error}".splitlines()[0])
+        beats.close(broken=True)
         raise
     finally:
         beats.close()
-    dist.barrier()
     dist.destroy_process_group()
     return result
 
@@ -297,9 +299,13 @@ class _Whole:
 
     def note(self, rank: int, message: Message) -> None:
         """Of a rank that does not lead, started from outside: for rank 0 to gather."""
-        # As with all events, no job depends on it.
-        with suppress(OSError):
+        try:
             self.directory.append(self._notes.path(rank), as_json(message))
+        except OSError:
+            # As with all events, no job depends on it; but that a job could not be saved, on a disk
+            # as full, must be heard.
+            if isinstance(message, Said):
+                print(*message.lines, sep="\n", file=sys.stderr, flush=True)
 
     def close_notes(self) -> None:
         if not self.leads:
