@@ -11,11 +11,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.curves import difference
-from support.jobs import JOBS, ROWS, base_model
+from support.jobs import ROWS, base_model, job
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+JOBS = [
+    job(
+        "one",
+        1,
+        {"r": 8, "lora_dropout": 0.1},
+        {"batch_size": 1, "max_steps": 20, "adam_epsilon": 1e-3},
+    ),
+    job(
+        "odd",
+        2,
+        {"r": 8, "lora_dropout": 0.3},
+        {"batch_size": 3, "max_steps": 20, "adam_epsilon": 1e-3},
+    ),
 ]
 
 
@@ -44,7 +58,8 @@ def device():
 @pytest.mark.parametrize("spanning", [False, True])
 def test_a_group_of_one_trains_as_an_engine(spanning: bool, device: torch.device) -> None:
     """Jobs on the rank alone, a nano-batch ahead; and jobs that span all ranks, of which there is
-    one: the sums go through nccl."""
+    one: the sums go through nccl. They are of one rank and on all linears: kernels are compiled for
+    every other set of ranks, in float32 for many seconds."""
     from support.curves import Watcher
 
     from tlora.model.super_model import SuperModel
@@ -68,7 +83,7 @@ def test_a_group_of_one_trains_as_an_engine(spanning: bool, device: torch.device
         else:
             engine = Engine(model, budget_tokens=192)
         drivers = []
-        for spec in JOBS[:4]:
+        for spec in JOBS:
             driver = JobDriver(spec, ROWS[spec.name])
             driver.attach(engine, model.new_adapter(spec))
             drivers.append(driver)
@@ -86,17 +101,20 @@ def test_a_group_of_one_trains_as_an_engine(spanning: bool, device: torch.device
 def test_layers_in_shards_compute_what_whole_ones_do(
     kind: str, device: torch.device, tmp_path: Path
 ) -> None:
-    """Compiled by inductor, their weights freed after each layer and back before its backward."""
+    """Compiled by inductor, their weights freed after each layer and back before its backward. Those
+    are in bfloat16: attention in float32 is not compiled on a GPU."""
     from support import rank_work
 
     rank_work.save_variant(kind, tmp_path)
     (losses, gradients), (expected, own) = rank_work.shards_beside_whole(
         kind, str(tmp_path), device
     )
-    assert apart(losses, expected) < 1e-3
-    assert not apart(losses * 1.01, expected) < 1e-3
+    # In half precision backwards differ between two runs of the same, by the order of their sums.
+    close = 5e-3 if "compiled" in kind else 1e-3
+    assert apart(losses, expected) < close
+    assert not apart(losses * 1.01, expected) < close
     for gradient, other in zip(gradients, own, strict=True):
-        assert apart(gradient, other) < 1e-3
+        assert apart(gradient, other) < close
 
 
 def apart(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -1,12 +1,14 @@
 """Preference jobs on a CUDA device: as on a CPU, without waiting, and with the same bits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.curves import Curve, Watcher, difference
 from support.jobs import BY_NAME, ROWS, base_model
-from support.preference import PAIR_JOBS, PAIRS
+from support.preference import PAIR_JOBS, PAIRS, STEPS
 
-from tlora.core.job import JobSpec
+from tlora.core.job import JobSpec, LoraSpec
 from tlora.model.super_model import SuperModel
 from tlora.training.compose import Kind
 from tlora.training.driver import JobDriver
@@ -19,7 +21,10 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
-COMPANY = [BY_NAME["one"], BY_NAME["odd"]]
+COMPANY = [
+    replace(each, train=replace(each.train, max_steps=STEPS))
+    for each in (BY_NAME["one"], BY_NAME["odd"])
+]
 # As in test_cuda.py; a margin is a difference of sums, so the rounding of products weighs more.
 ACROSS_DEVICES = 1e-3
 
@@ -43,9 +48,14 @@ def trained(device: str, specs: list[JobSpec], *, exact: bool = False) -> dict[s
 
 
 def test_preference_jobs_train_on_the_device_as_on_the_cpu() -> None:
-    """In float32 beside supervised jobs, dropout included."""
+    """In float32 beside supervised jobs, dropout included. They are of one rank and on all linears:
+    kernels are compiled for every other set of ranks, in float32 for many seconds."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    on_cpu, on_device = (trained(each, [*PAIR_JOBS, *COMPANY]) for each in ("cpu", "cuda"))
+    specs = [
+        replace(each, lora=LoraSpec(r=8, lora_alpha=16.0, lora_dropout=0.1))
+        for each in (*PAIR_JOBS, *COMPANY)
+    ]
+    on_cpu, on_device = (trained(each, specs) for each in ("cpu", "cuda"))
     for name, curve in on_cpu.items():
         assert difference(on_device[name], curve).within(ACROSS_DEVICES), name
 

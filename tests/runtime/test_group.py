@@ -15,12 +15,12 @@ from support.group_faults import lose, stop_rank
 from support.runs import job_file, write_rows
 
 from tlora.cli.main import main
-from tlora.config import dump_spec, load_spec
+from tlora.config import dump_spec, load_plan, load_spec
 from tlora.core.errors import SpecError
 from tlora.core.job import RunSpec
 from tlora.core.plan import Plan
 from tlora.runtime import report_data
-from tlora.runtime.group import supervisor
+from tlora.runtime.group import running, supervisor
 from tlora.runtime.group.choosing import fastest_plan
 from tlora.runtime.group.plans import check_plan
 from tlora.runtime.group.running import train_in_group
@@ -267,13 +267,20 @@ def torchrun(spec: RunSpec, folder: Path, *options: str, restarts: int = 0) -> l
 
 def test_torchrun_starts_the_ranks_too(spec: RunSpec, alone: Path, tmp_path: Path) -> None:
     """Without a plan by the planner's: the same files, events of all ranks among them; the plan is
-    said once."""
-    done = subprocess.run(torchrun(spec, tmp_path), capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr
+    said once. A job that fails is told by the exit code, and no reason to train anything again."""
+    train_badly = replace(spec.jobs[1].train, learning_rate=1e30)
+    bad = replace(spec.jobs[1], name="bad", train=train_badly)
+    command = torchrun(replace(spec, jobs=(*spec.jobs, bad)), tmp_path, restarts=1)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 1, done.stderr
     assert done.stdout.count("plan: one group, ") == 1
-    same_as_alone(tmp_path / "run", alone, JOBS)
-    assert {each["device"] for each in events(tmp_path / "run", "nano_batch")} == {0, 1}
-    times = [each["time"] for each in events(tmp_path / "run", "nano_batch")]
+    assert done.stderr.count("failed: bad; the reasons are in") == 2
+    run = tmp_path / "run"
+    assert len(events(run, "began")) == 1
+    assert [each["status"] for each in events(run, "ended") if each["job"] == "bad"] == ["failed"]
+    same_as_alone(run, alone, JOBS)
+    assert {each["device"] for each in events(run, "nano_batch")} == {0, 1}
+    times = [each["time"] for each in events(run, "nano_batch")]
     assert times == sorted(times)
 
 
@@ -296,6 +303,55 @@ def test_a_hanging_rank_of_torchrun_is_named_and_replaced(
     assert event["time"] - stopped < 10.0
     assert event["cause"] in errors
     same_as_alone(tmp_path / "run", alone, JOBS)
+
+
+def without_ranks(monkeypatch: pytest.MonkeyPatch, *losses: supervisor.Loss) -> None:
+    """No process is started: groups are lost in this order, and the last one ends well."""
+    ends = [*losses, None]
+
+    class NoRanks:
+        def __init__(self, *about, **settings) -> None:
+            pass
+
+        def watch(self, hear, should_stop) -> supervisor.Loss | None:
+            return ends.pop(0)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(running, "Ranks", NoRanks)
+
+
+def test_after_a_loss_the_plan_on_record_is_the_one_that_runs(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In run.json, group.json and the report; the lost one stands with its cause."""
+    without_ranks(monkeypatch, supervisor.Loss(1, "a cable was pulled"))
+    train_in_group(spec, output=tmp_path, plan=MIXED)
+    group = json.loads((tmp_path / "group.json").read_text())
+    about = json.loads((tmp_path / "run.json").read_text())
+    now = load_plan(group["plan"])
+    assert now.gpus == 1 and about["plan"] == group["plan"] and about["devices"] == 1
+    (lost,) = group["lost"]
+    assert load_plan(lost["plan"]) == MIXED and lost["cause"] == "rank 1: a cable was pulled"
+    assert f'<td id="plan">{now}</td>' in (tmp_path / "report.html").read_text()
+
+
+def test_exact_jobs_do_not_go_on_in_a_group_of_another_kind_of_machine(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was shown at the start is on record, and compared before anything is written."""
+    without_ranks(monkeypatch)
+    exact = replace(spec, engine=replace(spec.engine, isolation="exact", nano_batch_tokens=64))
+    train_in_group(exact, output=tmp_path, plan=LOCAL)
+    about = json.loads((tmp_path / "run.json").read_text())
+    assert about["exact"]["num_rows"] == 64
+    without_ranks(monkeypatch)
+    train_in_group(exact, output=tmp_path, plan=LOCAL)
+    (tmp_path / "run.json").write_text(json.dumps(about | {"device": "another"}))
+    with pytest.raises(SpecError, match="was started with device another"):
+        train_in_group(exact, output=tmp_path, plan=LOCAL)
+    assert json.loads((tmp_path / "run.json").read_text())["device"] == "another"
 
 
 def test_a_plan_that_names_no_job_is_refused(spec: RunSpec) -> None:

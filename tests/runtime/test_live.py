@@ -257,8 +257,10 @@ def test_plain_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch)
     assert isinstance(choose_progress(Terminal(io.BytesIO(), "utf-8")), ProgressLines)
 
 
-def usage(rank: int, seconds: float, tokens: int, jobs: tuple[str, ...] = ("a", "b")) -> RankUsage:
-    return RankUsage(rank, jobs, 10, 1, tokens, seconds, seconds / 4)
+def usage(
+    rank: int, seconds: float, tokens: int, jobs: tuple[str, ...] = ("a", "b"), ranks: int = 2
+) -> RankUsage:
+    return RankUsage(rank, ranks, jobs, 10, 1, tokens, seconds, seconds / 4)
 
 
 def test_ranks_are_shown_with_their_jobs() -> None:
@@ -272,8 +274,8 @@ def test_ranks_are_shown_with_their_jobs() -> None:
     at = lines.index("rank   tok/s  empty  comm.  jobs")
     assert lines[at + 1].split() == ["0", "2,500", "10%", "25%", "a,", "b"]
     assert lines[at + 2].split() == ["1", "0", "10%", "25%", "b"]
-    # Another group, of fewer.
-    view.on_rank(usage(0, 0.5, 10))
+    # Another group, of fewer, which has trained for longer than the lost one had.
+    view.on_rank(usage(0, 5.0, 100, ranks=1))
     lines = ["".join(text for text, _ in line) for line in view._draw().lines]
     view.close()
     at = lines.index("rank   tok/s  empty  comm.  jobs")

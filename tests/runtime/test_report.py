@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from tlora.core.errors import SpecError
 from tlora.runtime.benchmark.landscapes import recorded
 from tlora.runtime.progress import ProgressLines
 from tlora.runtime.report import write_report
-from tlora.runtime.run_log import read_decision, read_run, read_tunings
+from tlora.runtime.report_data import throughput
+from tlora.runtime.run_log import NanoBatch, read_decision, read_run, read_tunings
 from tlora.runtime.training import train
 from tlora.training.controller import replay
 
@@ -191,6 +193,40 @@ def test_a_stop_takes_no_time(tmp_path: Path) -> None:
     assert plain["resumed"] == [] and len(resumed["resumed"]) == 1
     assert resumed["throughput"]["time"] == pytest.approx(plain["throughput"]["time"], abs=0.3)
     assert min(resumed["throughput"]["useful"]) > 0.5 * min(plain["throughput"]["useful"])
+
+
+@pytest.mark.parametrize("count", [30, 500])
+def test_nano_batches_of_ranks_that_end_together_make_no_spikes(tmp_path: Path, count: int) -> None:
+    """Two ranks at 1,000 tokens/s each, in turns of 0.2 s that end a few milliseconds apart and in
+    any order; the second has nothing to do in every fifth."""
+    batches = [
+        NanoBatch(
+            0.2 * turn + late,
+            250,
+            {"a": 200},
+            evaluation=False,
+            broke_off=False,
+            device=rank,
+            seconds=0.19,
+        )
+        for turn in range(1, count + 1)
+        for rank, late in zip((1, 0) if turn % 3 else (0, 1), (0.0, 0.004), strict=True)
+        if rank == 0 or turn % 5
+    ]
+    log = replace(read_run(synthetic_run(tmp_path / "run", jobs=1)), nano_batches=batches)
+    drawn = throughput(log)
+    assert drawn["of"] == "turn"
+    assert min(rates(drawn)) > 900 and max(rates(drawn)) < 2100
+    # On one device they would be turns of their own, and some of these very short.
+    alone = throughput(replace(log, nano_batches=[replace(each, device=None) for each in batches]))
+    assert alone["of"] == "nano-batch"
+    assert max(rates(alone)) > (2400 if count > 100 else 40_000)
+
+
+def rates(drawn: dict[str, object]) -> list[float]:
+    found = drawn["useful"]
+    assert isinstance(found, list) and len(found) >= 30
+    return found
 
 
 def test_a_run_whose_size_was_tuned_shows_how(tmp_path: Path) -> None:

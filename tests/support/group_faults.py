@@ -38,8 +38,8 @@ def raising_after_a_move(connection, directory, plan, jobs, rank, *more: Any) ->
     agree, send_off, left = GroupEngine._agree, Member._send_off, [-1]
 
     def sent(self, *move):
-        send_off(self, *move)
         left[0] = 20
+        return send_off(self, *move)
 
     def failing(self):
         left[0] -= 1

@@ -531,7 +531,8 @@ def shards_beside_whole(
     """Losses and gradients of both, forward and backward, twice. One rank gathers from nobody, and
     goes through the rest."""
     counts, alone = Counts(), dist.get_world_size() == 1
-    base = BaseSpec(model=path)
+    half = device.type == "cuda" and "compiled" in kind
+    base = BaseSpec(model=path, dtype="bfloat16" if half else "auto")
     mesh = shard_mesh(Plan(bucket=64, fsdp=dist.get_world_size()), device)
     kept = {"kept": 3, "kept in part": 1, "kept, checkpointed": 2, "kept, compiled": 1}.get(kind, 0)
     loaded, sharded = load_sharded(base, device, mesh, counts=counts, kept_layers=kept)

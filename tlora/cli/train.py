@@ -11,7 +11,7 @@ from tlora.cli.output import print_error
 from tlora.core.errors import SpecError
 from tlora.core.job import Isolation, RunSpec
 from tlora.core.plan import Plan
-from tlora.runtime.group.launched import Started, started_ranks
+from tlora.runtime.group.launched import Started, failed_before, started_ranks
 
 if TYPE_CHECKING:
     from tlora.runtime.training import RunResult
@@ -79,6 +79,7 @@ def train(
     if started is not None and started.attempt:
         # What the first attempt has trained is to be gone on with.
         fresh = False
+        _end_if_failed(failed_before(folder, [job.name for job in spec.jobs]), folder, started)
     if fresh and not yes:
         ask_to_start_over(folder)
 
@@ -98,9 +99,7 @@ def train(
         again = "the same command" if started is not None else command_again(context)
         print_error(f"interrupted: go on from here with: {again}")
         raise typer.Exit(130)
-    if result.failed:
-        print_error(f"failed: {', '.join(result.failed)}; the reasons are in {folder}")
-        raise typer.Exit(1)
+    _end_if_failed(result.failed, folder, started)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +183,16 @@ class _Run:
         return train_in_group(
             self.spec, output=self.folder, plan=plan, fresh=self.fresh, profile=self.profile
         )
+
+
+def _end_if_failed(jobs: list[str], folder: Path, started: Started | None) -> None:
+    """Every rank of a group ends alike: a launcher on another node would wait for one that does
+    not."""
+    if not jobs:
+        return
+    if started is None or started.speaks:
+        print_error(f"failed: {', '.join(jobs)}; the reasons are in {folder}")
+    raise typer.Exit(1)
 
 
 def _say(sentence: str) -> None:

@@ -262,7 +262,10 @@ class Routing:
             if torch.compiler.is_compiling():
                 # It counts in Python: every nano-batch would be another graph. Who compiles is told
                 # at the first one, and goes on without.
-                raise NotImplementedError("windows and soft-caps are not compiled on this device")
+                raise NotImplementedError(
+                    "attention in float32 on a GPU, in windows on a CPU, and with soft-caps "
+                    "anywhere, is not compiled"
+                )
             out = packed_attention(
                 q, k, v, self._layout_for(q), scale=scale, window=sliding_window, softcap=softcap
             )

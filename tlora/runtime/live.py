@@ -145,7 +145,8 @@ class LiveProgress:
 
     def on_rank(self, usage: RankUsage) -> None:
         past = self._ranks.get(usage.rank)
-        if past and usage.seconds < past[-1].seconds:
+        fewer = any(each[-1].ranks != usage.ranks for each in self._ranks.values())
+        if fewer or (past and usage.seconds < past[-1].seconds):
             # Another group, perhaps of fewer.
             self._ranks = {}
         self._ranks.setdefault(usage.rank, deque(maxlen=RANK_PAST)).append(usage)

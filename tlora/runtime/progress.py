@@ -22,6 +22,9 @@ class RankUsage:
     """Of a rank of a group, since it began to train."""
 
     rank: int
+    ranks: int
+    """Of its group."""
+
     jobs: Sequence[str]
     """That are there now, those that span ranks among them."""
 

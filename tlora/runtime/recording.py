@@ -121,8 +121,9 @@ class Recorder:
             os.truncate(metrics, size)
         self._resumed.append(f"{driver.name}: goes on after step {found.checkpoint.state.step}")
 
-    def save(self, drivers: list[JobDriver]) -> None:
-        """Checkpoint jobs that were stopped, and wait until that is done."""
+    def save(self, drivers: list[JobDriver]) -> list[SaveFailed]:
+        """Checkpoint jobs that were stopped, and wait until that is done. What could not be
+        written, of these jobs or of others meanwhile, is said and returned."""
         for driver in drivers:
             self._checkpoint(driver)
         self._writer.flush()
@@ -141,10 +142,18 @@ class Recorder:
             if driver.status is Status.FAILED:
                 # An adapter that was still to be written when the run was stopped.
                 self.progress.say(f"{driver.name}: {driver.reason}")
+        return failures
 
     def checkpoint(self, driver: JobDriver) -> None:
         """Save an attached job as it is now, in the background: it may leave meanwhile."""
         self._checkpoint(driver)
+
+    def pause(self, failure: SaveFailed) -> None:
+        """A job that cannot be saved stops where it is; what was saved before stays."""
+        driver = self._drivers[failure.job]
+        if driver.status is Status.RUNNING:
+            driver.status = Status.PAUSED
+            driver.reason = failure.reason
 
     def rescue(self, drivers: list[JobDriver]) -> None:
         """The loop broke: save the jobs that are whole, and raise nothing, for an error is on its
@@ -180,7 +189,7 @@ class Recorder:
             self.directory.event("tuned", **asdict(decision) | {"action": decision.action.value})
         self._writer.settle()
         for failure in self._take_failures():
-            self._pause(failure)
+            self.pause(failure)
         self.progress.on_nano_batch(outcome)
 
     def on_step(self, driver: JobDriver, done: StepDone) -> None:
@@ -321,13 +330,6 @@ class Recorder:
             and self.engine.step(driver.name) == driver.step
         )
 
-    def _pause(self, failure: SaveFailed) -> None:
-        """A job that cannot be saved stops where it is; what was saved before stays."""
-        driver = self._drivers[failure.job]
-        if driver.status is Status.RUNNING:
-            driver.status = Status.PAUSED
-            driver.reason = failure.reason
-
     def _has_best(self, driver: JobDriver) -> bool:
         return (self.directory.job(driver.name) / "best").is_dir()
 
@@ -416,7 +418,7 @@ class Recorder:
         try:
             self.directory.append(self._metrics_path(driver), record)
         except OSError as error:
-            self._pause(SaveFailed(driver.name, f"its metrics cannot be written: {error.strerror}"))
+            self.pause(SaveFailed(driver.name, f"its metrics cannot be written: {error.strerror}"))
         self.sinks.log(driver.name, driver.step, kind, values)
 
 

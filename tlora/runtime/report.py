@@ -19,6 +19,7 @@ from tlora.runtime.figures import duration_figure, loss_figure, rate_figure
 from tlora.runtime.report_data import report_data
 from tlora.runtime.report_tables import (
     job_rows,
+    plan_text,
     preference_rows,
     rank_rows,
     setting_columns,
@@ -76,6 +77,7 @@ def render(log: RunLog) -> str:
         jobs=jobs,
         troubled=[job for job in jobs if job.reason],
         preferences=preference_rows(log),
+        plan=plan_text(log),
         ranks=rank_rows(log),
         traffic=traffic_rows(log),
         columns=setting_columns(log),

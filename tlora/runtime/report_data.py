@@ -59,18 +59,22 @@ def curve(records: Sequence[Record], log: RunLog, limit: int) -> dict[str, objec
 
 
 def throughput(log: RunLog) -> dict[str, object]:
-    """Tokens and rows per second, pass by pass or several together; a stop in between is no
+    """Tokens and rows per second, turn by turn or several together; a stop in between is no
     time."""
-    batches = log.nano_batches
-    each = max(1, len(batches) // 40 if len(batches) <= 40 * 8 else math.ceil(len(batches) / SPANS))
-    spans = [batches[at : at + each] for at in range(0, len(batches), each)]
-    if len(spans) > 1 and len(spans[-1]) < each:
+    found = turns(log.nano_batches)
+    each = max(1, len(found) // 40 if len(found) <= 40 * 8 else math.ceil(len(found) / SPANS))
+    spans = [
+        [batch for turn in found[at : at + each] for batch in turn]
+        for at in range(0, len(found), each)
+    ]
+    if len(spans) > 1 and len(found) % each:
         # What is left over is too short a while to tell a rate from.
         spans[-2:] = [[*spans[-2], *spans[-1]]]
     began = [0.0, *(span[-1].ended for span in spans)][: len(spans)]
     seconds = [max(1e-6, span[-1].ended - start) for span, start in zip(spans, began, strict=True)]
     return {
         "each": each,
+        "of": "nano-batch" if len(found) == len(log.nano_batches) else "turn",
         "time": [round(span[-1].ended, 2) for span in spans],
         "useful": [
             rate(map(useful, span), took) for span, took in zip(spans, seconds, strict=True)
@@ -81,6 +85,20 @@ def throughput(log: RunLog) -> dict[str, object]:
         ],
         "jobs": jobs_running(log, [span[-1].ended for span in spans]),
     }
+
+
+def turns(batches: Sequence[NanoBatch]) -> list[list[NanoBatch]]:
+    """On one device a nano-batch is a turn. On several, those that ran at the same time, one of
+    each: ranks end together, and the moment between two of them is no while to tell a rate from."""
+    found: list[list[NanoBatch]] = []
+    for batch in batches:
+        turn = found[-1] if found else []
+        is_beside = turn and batch.ended - batch.seconds < turn[-1].ended
+        if is_beside and all(batch.device != each.device for each in turn):
+            turn.append(batch)
+        else:
+            found.append([batch])
+    return found
 
 
 def jobs_running(log: RunLog, times: Sequence[float]) -> list[int]:

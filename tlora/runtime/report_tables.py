@@ -4,6 +4,8 @@ between jobs and those they share."""
 import json
 from dataclasses import dataclass
 
+from tlora.config import load_plan
+from tlora.core.errors import SpecError
 from tlora.runtime.run_log import JobLog, Record, RunLog
 from tlora.runtime.settings import default_settings
 from tlora.training.preference import FIGURES
@@ -211,6 +213,14 @@ def shown(value: object) -> str:
 
 def key(value: object) -> float | str:
     return float(value) if isinstance(value, int | float) else shown(value)
+
+
+def plan_text(log: RunLog) -> str | None:
+    """Of a run over several ranks: the plan that it ended under."""
+    try:
+        return str(load_plan(log.about["plan"]))
+    except (KeyError, TypeError, SpecError):
+        return None
 
 
 def read_ranks(log: RunLog) -> list[Record]:

@@ -14,6 +14,7 @@ from tlora.runtime.directory import JobResult, RunDirectory
 from tlora.training.checkpoint import Checkpoint, checkpoints, find_newest
 
 FINISHED = ("completed", "stopped_early")
+TROUBLED = ("failed", "paused")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,6 +128,14 @@ def finished(directory: RunDirectory, job: JobSpec) -> JobResult | None:
     adapter = folder / "adapter" / WEIGHTS
     over = result is not None and result.status in FINISHED and adapter.is_file()
     return result if over else None
+
+
+def tried(directory: RunDirectory, job: JobSpec) -> JobResult | None:
+    """What came of the job, if it is over or did not get through."""
+    result = read_result(directory.root / job.name / "result.json")
+    if result is not None and result.status in TROUBLED:
+        return result
+    return finished(directory, job)
 
 
 def read_result(path: Path) -> JobResult | None:

@@ -40,6 +40,12 @@ class NanoBatch:
     measure: Measure | None = None
     """What the nano-batch controller was told, if there was one."""
 
+    device: int | None = None
+    """Of several."""
+
+    seconds: float = 0.0
+    """That it took."""
+
 
 @dataclass(frozen=True, slots=True)
 class Attendance:
@@ -141,6 +147,8 @@ def read_run(root: Path) -> RunLog:
                 evaluation=event["purpose"] == "eval",
                 broke_off=event["error"] is not None,
                 measure=Measure(**event["measure"]) if "measure" in event else None,
+                device=event.get("device"),
+                seconds=event.get("seconds", 0.0),
             )
             for event in events
             if event["kind"] == "nano_batch" and event["purpose"] is not None

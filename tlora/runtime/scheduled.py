@@ -4,7 +4,9 @@ A worker process for each device trains; this process decides who trains where, 
 DIR/state.sqlite, and shows how it goes. What is left on disk is what a run on one device leaves.
 """
 
+import gc
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -199,10 +201,15 @@ def proven(
     budget: int,
     directory: RunDirectory | None,
 ) -> Exactness | None:
-    """Every worker proves it for itself; here it is only for the record."""
+    """Every worker proves it for itself; here it is only for the record. Raises SpecError if the
+    run in `directory` was another kind of machine's."""
     if spec.engine.isolation != "exact":
         return None
     proof = show_exact(load_super_model(spec, device), spec, data, budget)
+    if device.type == "cuda":
+        # Its worker is on the same device, and needs the room.
+        gc.collect()
+        torch.cuda.empty_cache()
     if directory is not None and directory.is_run:
         check_same_bits(directory.root, describe_run(spec, device, proof))
     return proof
@@ -217,11 +224,14 @@ class Lead:
         data: dict[str, PreparedData],
         directory: RunDirectory,
         progress: Progress,
+        *,
+        over: Callable[[RunDirectory, JobSpec], JobResult | None] = finished,
     ) -> None:
+        """`over` tells what came of a job, if it is not to be trained any more."""
         self.directory = directory
         self.progress = progress
         self.clock = WallClock()
-        kept = {job.name: finished(directory, job) for job in spec.jobs}
+        kept = {job.name: over(directory, job) for job in spec.jobs}
         self.results: dict[str, JobResult] = {
             name: result for name, result in kept.items() if result is not None
         }

@@ -1,7 +1,7 @@
 "use strict";
 // Tokens per second of the whole group over its running time, and how many jobs there were.
 function drawThroughput() {
-  const { time, useful, rows, jobs, each } = DATA.throughput;
+  const { time, useful, rows, jobs, each, of } = DATA.throughput;
   const frame = new Frame(document.getElementById("throughput"), {
     height: 250, label: "Tokens per second over time, and the number of running jobs",
   });
@@ -37,7 +37,7 @@ function drawThroughput() {
     let at = time.findIndex((end) => end >= wanted);
     if (at < 0) at = time.length - 1;
     const rowsHere = [[null, "useful", `${countText(useful[at])} tokens/s`], [null, "with padding", `${countText(rows[at])} rows/s`],
-      [null, "jobs running", String(jobs[at])], [null, "mean of", each === 1 ? "1 nano-batch" : `${each} nano-batches`]];
+      [null, "jobs running", String(jobs[at])], [null, "mean of", `${each} ${of}${each === 1 ? "" : of === "turn" ? "s" : "es"}`]];
     return { at: time[at], title: timeText(time[at]), rows: rowsHere };
   });
 }

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from tlora.runtime.group.supervisor import BEAT_S, GRACE_S, HANG_S
 
 ENDED = "ended"
+BROKEN = "broken"
+"""What a rank says last, in place of a beat."""
 
 
 class Heartbeat:
@@ -49,13 +51,14 @@ class Heartbeat:
         for work in (self._keep_beating, self._keep_watch):
             threading.Thread(target=work, name="heartbeat", daemon=True).start()
 
-    def close(self) -> None:
-        """This rank has nothing left to do with the others."""
+    def close(self, *, broken: bool = False) -> None:
+        """This rank has nothing left to do with the others; or it broke, and they end as well: a
+        collective may wait for it without an end."""
         with self._lock:
             if not self._closed.is_set():
                 self._closed.set()
                 with suppress(RuntimeError):
-                    self._store.set(str(self._rank), ENDED)
+                    self._store.set(str(self._rank), BROKEN if broken else ENDED)
 
     def _keep_beating(self) -> None:
         while not self._closed.wait(BEAT_S):
@@ -81,18 +84,23 @@ class Heartbeat:
         while not self._closed.wait(BEAT_S / 4):
             if self._seen == ENDED:
                 continue
+            if self._seen == BROKEN:
+                # It has said why.
+                self._end()
+                continue
             silent = time.monotonic() - min(self._seen_at, self._came)
             if silent > HANG_S:
-                self._end(silent)
+                try:
+                    self._say(silent)
+                finally:
+                    self._end()
 
-    def _end(self, silent: float) -> None:
-        try:
-            self._say(silent)
-        finally:
-            # Where connections are cut by that, this rank's own collective fails, and what it has
-            # is saved.
-            if not self._closed.wait(GRACE_S):
-                os._exit(1)
+    def _end(self) -> None:
+        # Where connections are cut by that, this rank's own collective fails, and what it has is
+        # saved.
+        if not self._closed.wait(GRACE_S):
+            self.close(broken=True)
+            os._exit(1)
 
     def _say(self, silent: float) -> None:
         if time.monotonic() - self._came > HANG_S / 2:

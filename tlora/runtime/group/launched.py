@@ -1,7 +1,10 @@
 """Whether somebody else has started the ranks, torchrun say. Imports nothing that takes long."""
 
+import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,3 +30,16 @@ def started_ranks() -> Started | None:
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     return Started(int(os.environ["RANK"]), ranks, per_node, attempt)
+
+
+def failed_before(root: Path, jobs: Iterable[str]) -> list[str]:
+    """The jobs that did not get through in an earlier attempt, if all have come to an end and
+    nothing is left to do. A launcher starts ranks again that say so by their exit code; it knows no
+    code for not to."""
+    status: dict[str, str] = {}
+    for job in jobs:
+        try:
+            status[job] = json.loads((root / job / "result.json").read_text())["status"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return []
+    return [job for job, each in status.items() if each in ("failed", "paused")]

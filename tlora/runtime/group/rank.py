@@ -38,18 +38,19 @@ from tlora.runtime.group.timing import TimedEngine
 from tlora.runtime.progress import USAGE, RankUsage
 from tlora.runtime.recording import Recorder
 from tlora.runtime.requests import request_of
-from tlora.runtime.resuming import Resumption, resumption
+from tlora.runtime.resuming import Resumption, check_same_bits, resumption
 from tlora.runtime.sinks import Sinks
 from tlora.runtime.training import (
     adapter_start,
     compiles,
+    describe_run,
     enter_job,
     load_super_model,
     restore,
     show_exact,
 )
 from tlora.training.controller import Controller, ControllerSettings
-from tlora.training.driver import JobDriver
+from tlora.training.driver import JobDriver, Status
 from tlora.training.group_loop import GroupLoop, run_group
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
 
@@ -127,7 +128,9 @@ class Member:
             # Bits depend on it: it must not depend on the plan.
             parameters = load_shape(spec.base).num_parameters()
             budget = nano_batch_tokens(spec, device, self.data, parameters)
-            show_exact(self.model, spec, self.data, budget)
+            proof = show_exact(self.model, spec, self.data, budget)
+            # Of several nodes each may have another kind of device.
+            check_same_bits(directory, describe_run(spec, device, proof))
         self.tuned = self._tuning(spec, device)
         self.engine = TimedEngine(
             self.model,
@@ -289,13 +292,16 @@ class Member:
         moves = moves_to_balance(loads, places, self.world, move_cost=max(costs))
         if not moves:
             return
-        for move in moves:
-            if move.source == self.rank:
-                self._send_off(loop, move.job, move.target)
+        stay = [
+            move.job
+            for move in moves
+            if move.source == self.rank and not self._send_off(loop, move.job, move.target)
+        ]
         # What was sent off is on disk.
-        exchange("", counts=self.counts, purpose=Purpose.MOVING)
+        told = exchange(json.dumps(stay), counts=self.counts, purpose=Purpose.MOVING)
+        stay = [job for text in told for job in json.loads(text)]
         for move in moves:
-            if move.target == self.rank:
+            if move.target == self.rank and move.job not in stay:
                 found = resumption(self.directory, self.specs[move.job])
                 driver = self._enter(move.job, found) if found.result is None else None
                 if driver is not None:
@@ -309,13 +315,19 @@ class Member:
         rate = self.engine.usage.tokens / (time.perf_counter() - self._began)
         return 2 * self._entering_s * rate
 
-    def _send_off(self, loop: GroupLoop, name: str, target: int) -> None:
+    def _send_off(self, loop: GroupLoop, name: str, target: int) -> bool:
+        """Whether it goes. One that cannot be saved would go on elsewhere from an older step, or
+        from none: it stays, and stops where it is."""
         driver = loop.active[name]
-        self.recorder.save([driver])
+        for failure in self.recorder.save([driver]):
+            self.recorder.pause(failure)
+        if driver.status is not Status.RUNNING:
+            return False
         loop.leave(name)
         self.recorder.sinks.close(name, "moved")
         self.directory.event("detached", job=name, step=driver.step)
         self.tell(Said((f"{name}: moves from rank {self.rank} to rank {target}",)))
+        return True
 
     def _load(self, name: str, step: int) -> Load:
         """As the planner sees it, so that jobs are where it priced them."""
@@ -330,6 +342,7 @@ class Member:
         self._told = now
         usage = RankUsage(
             rank=self.rank,
+            ranks=self.world,
             jobs=tuple(loop.active),
             turns=self.engine.usage.turns,
             empty=self.engine.usage.empty,

@@ -9,13 +9,14 @@ what concerns the whole run.
 import io
 import json
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+import torch
 import torch.distributed as dist
 
 from tlora.config import dump_spec, load_plan
@@ -23,18 +24,18 @@ from tlora.core.errors import SpecError, TloraError
 from tlora.core.job import JobSpec, RunSpec
 from tlora.core.plan import Plan
 from tlora.core.records import as_json
-from tlora.data.prepare import PreparedData
 from tlora.model.loading import load_shape, resolve_device
 from tlora.model.targets import find_targets
 from tlora.parallel.counting import Counts
 from tlora.parallel.exchange import exchange
 from tlora.parallel.mesh import check_runs, join
 from tlora.parallel.sharding import check_kept_layers, follows_another, layers_to_shard
+from tlora.runtime.budget import nano_batch_tokens
 from tlora.runtime.checking import check_targets, context_length, prepare_jobs
 from tlora.runtime.data_lines import full_lines, start_lines
 from tlora.runtime.directory import JobResult, RunDirectory, replace_text
 from tlora.runtime.environment import quieten_libraries
-from tlora.runtime.executors.messages import Message, Noted
+from tlora.runtime.executors.messages import Message, Noted, Said
 from tlora.runtime.executors.notes import event_of
 from tlora.runtime.group.choosing import planner_for
 from tlora.runtime.group.heartbeat import Heartbeat
@@ -44,9 +45,9 @@ from tlora.runtime.group.supervisor import Ranks
 from tlora.runtime.interrupts import interruptible
 from tlora.runtime.live import choose_progress
 from tlora.runtime.progress import USAGE, Progress, ProgressLines, RankUsage
-from tlora.runtime.resuming import check_unchanged, finished
+from tlora.runtime.resuming import check_unchanged, finished, tried
 from tlora.runtime.run_log import read_lines
-from tlora.runtime.scheduled import Lead, device_names
+from tlora.runtime.scheduled import Lead, device_names, proven
 from tlora.runtime.sinks import check_trackers
 from tlora.runtime.training import RunResult, describe_run, leave_report
 from tlora.schedule.plan_check import nothing_smaller, smaller
@@ -71,18 +72,20 @@ def train_in_group(
     progress = progress or choose_progress()
     whole = _Whole(spec, plan, Path(output), progress)
     names = device_names(whole.device, plan.gpus)
+    threads = None if names[0].startswith("cuda") else 1
     stopped = False
     try:
-        whole.begin(fresh=fresh)
+        with using_threads(threads):
+            whole.begin(fresh=fresh)
         with interruptible(on_first=progress.on_interrupt) as interrupt:
-            current = plan
             while whole.unfinished() and not interrupt():
-                progress.say(f"{current.gpus} ranks: {current}")
+                current = whole.plan
+                progress.say(f"{current.gpus} rank{'s' * (current.gpus > 1)}: {current}")
                 ranks = Ranks(
                     current,
                     whole.directory.root.resolve(),
                     whole.unfinished(),
-                    threads=None if names[0].startswith("cuda") else 1,
+                    threads=threads,
                 )
                 try:
                     on_start(ranks)
@@ -91,7 +94,7 @@ def train_in_group(
                     ranks.close()
                 if loss is None:
                     break
-                current = whole.follow(str(loss), current, profile)
+                whole.follow(str(loss), profile)
             stopped = interrupt.asked and bool(whole.unfinished())
     finally:
         whole.close()
@@ -109,19 +112,33 @@ def train_as_rank(
     name, is_first = compare(plan, attempt)
     rank, world = dist.get_rank(), dist.get_world_size()
     progress = choose_progress() if rank == 0 else ProgressLines(io.StringIO())
-    whole = _Whole(spec, plan, Path(output), progress, leads=rank == 0)
+    whole = _Whole(spec, plan, Path(output), progress, leads=rank == 0, again=not is_first)
     beats = Heartbeat(rank, world, name=name, lost=whole.lost)
     try:
         result = _train_as_rank(whole, rank, fresh=fresh and is_first)
+        # Nobody leaves while others need it. Still watched: a rank may be lost right here.
+        dist.barrier()
     except Exception as error:
         if not isinstance(error, TloraError) and not follows_another(error):
             whole.lost(f"rank {rank}: {type(error).__name__}: {error}".splitlines()[0])
+        beats.close(broken=True)
         raise
     finally:
         beats.close()
-    dist.barrier()
     dist.destroy_process_group()
     return result
+
+
+@contextmanager
+def using_threads(count: int | None) -> Iterator[None]:
+    """As many as ranks have, where that is known: which bits hold may depend on it."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Common(NamedTuple):
@@ -177,21 +194,35 @@ class _Whole:
     """What concerns the run and no rank alone."""
 
     def __init__(
-        self, spec: RunSpec, plan: Plan, output: Path, progress: Progress, *, leads: bool = True
+        self,
+        spec: RunSpec,
+        plan: Plan,
+        output: Path,
+        progress: Progress,
+        *,
+        leads: bool = True,
+        again: bool = False,
     ) -> None:
+        """`again`: a launcher has started the ranks again, and jobs that failed were tried."""
         quieten_libraries()
         check_trackers(spec.report_to)
         for note in check_plan(plan, spec):
             progress.say(note)
         self.spec = spec
         self.plan = plan
+        """Of the ranks that there are now; a smaller one when some were lost."""
+
         self.progress = progress
         self.leads = leads
         self.device = resolve_device(spec.engine.device)
         self.directory = RunDirectory(output)
+        self._about: dict[str, object] = {}
         self._ranks: list[dict[str, Any]] = []
         self._losses: list[dict[str, object]] = []
         self._notes = Notes(output)
+        self._over = tried if again else finished
+        """What came of a job, if it is not to be trained any more."""
+
         self._lead: Lead | None = None
         self._closed = False
 
@@ -206,14 +237,22 @@ class _Whole:
             check_kept_layers(self.plan.kept_layers, len(layers_to_shard(shape)))
         data = prepare_jobs(spec, limit=context_length(shape.config))
         self.progress.say(*start_lines(spec.jobs, data, directory.root / "data.txt"))
+        # As each rank does it: bits depend on it, so that it must not depend on the plan.
+        budget = nano_batch_tokens(spec, self.device, data, shape.num_parameters())
+        proof = proven(spec, self.device, data, budget, directory if not fresh else None)
+        if proof is not None:
+            self.progress.say(proof.line)
         directory.create(fresh=fresh)
         self._keep_left_notes()
         replace_text(
             directory.root / "resolved.yaml",
             dump_spec(replace(spec, jobs=(*spec.jobs, *absent))),
         )
-        self._write_about(data)
-        self._lead = Lead(spec, data, directory, self.progress)
+        self._forget_failures()
+        replace_text(directory.root / "data.txt", "\n".join(full_lines(data)) + "\n")
+        self._about = describe_run(spec, self.device, proof)
+        self._write_about()
+        self._lead = Lead(spec, data, directory, self.progress, over=self._over)
         self._lead.begin(self.plan.bucket)
 
     def _keep_left_notes(self) -> None:
@@ -224,12 +263,15 @@ class _Whole:
                 self.directory.append(self.directory.root / "events.jsonl", record)
         self._notes.remove()
 
-    def _write_about(self, data: dict[str, PreparedData]) -> None:
-        directory = self.directory
-        replace_text(directory.root / "data.txt", "\n".join(full_lines(data)) + "\n")
-        about = describe_run(self.spec, self.device, None)
-        about |= {"plan": plan_as_json(self.plan), "devices": self.plan.gpus}
-        directory.write_json(directory.root / "run.json", about)
+    def _forget_failures(self) -> None:
+        """Of earlier runs: what failed is tried again, and has not been in this one."""
+        for job in self.spec.jobs:
+            if self._over(self.directory, job) is None:
+                (self.directory.root / job.name / "result.json").unlink(missing_ok=True)
+
+    def _write_about(self) -> None:
+        plan = {"plan": plan_as_json(self.plan), "devices": self.plan.gpus}
+        self.directory.write_json(self.directory.root / "run.json", self._about | plan)
 
     def unfinished(self) -> list[str]:
         """Jobs that are not over; failed ones were tried, in this run."""
@@ -237,7 +279,7 @@ class _Whole:
         return [
             job.name
             for job in self.spec.jobs
-            if job.name not in results and finished(self.directory, job) is None
+            if job.name not in results and self._over(self.directory, job) is None
         ]
 
     def hear(self, rank: int, message: Message) -> None:
@@ -257,9 +299,13 @@ class _Whole:
 
     def note(self, rank: int, message: Message) -> None:
         """Of a rank that does not lead, started from outside: for rank 0 to gather."""
-        # As with all events, no job depends on it.
-        with suppress(OSError):
+        try:
             self.directory.append(self._notes.path(rank), as_json(message))
+        except OSError:
+            # As with all events, no job depends on it; but that a job could not be saved, on a disk
+            # as full, must be heard.
+            if isinstance(message, Said):
+                print(*message.lines, sep="\n", file=sys.stderr, flush=True)
 
     def close_notes(self) -> None:
         if not self.leads:
@@ -288,14 +334,15 @@ class _Whole:
         print(f"{cause}; the group ends, the same command goes on", file=sys.stderr, flush=True)
         RunDirectory(self.directory.root).event("group_lost", cause=cause, ranks=self.plan.gpus)
 
-    def follow(self, cause: str, plan: Plan, profile: str | None) -> Plan:
-        """The plan to go on with. Raises TloraError if there is none."""
+    def follow(self, cause: str, profile: str | None) -> None:
+        """Go on under a smaller plan. Raises TloraError if there is none."""
+        plan = self.plan
         self._losses.append({"cause": cause, "plan": plan_as_json(plan)})
         self.directory.event("group_lost", cause=cause, ranks=plan.gpus)
         planner = planner_for(self.spec, plan.gpus, output=self.directory.root, profile=profile)
         if planner is None:
             # It was lost after its jobs had ended.
-            return plan
+            return
         following = smaller(plan, planner)
         if following is None:
             why = nothing_smaller(plan, planner)
@@ -306,7 +353,10 @@ class _Whole:
         self.progress.say(
             f"{cause}; the jobs go on from their checkpoints with {gpus_text(following.gpus)}"
         )
-        return following
+        self.plan = following
+        # Ranks of the lost group that had come to their end.
+        self._ranks.clear()
+        self._write_about()
 
     def close(self) -> None:
         if self._closed:
@@ -326,7 +376,7 @@ class _Whole:
     def finish(self, *, interrupted: bool) -> RunResult:
         results: dict[str, JobResult] = dict(self._lead.results) if self._lead is not None else {}
         for job in self.spec.jobs:
-            found = finished(self.directory, job)
+            found = tried(self.directory, job)
             if found is not None:
                 results.setdefault(job.name, found)
         if self.leads:

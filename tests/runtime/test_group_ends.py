@@ -1,0 +1,130 @@
+"""How ranks leave their group: watched until all are through, together where one breaks, and not
+with a job whose state is on no disk."""
+
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from tlora.core.plan import Plan
+from tlora.runtime.group import heartbeat, running
+from tlora.runtime.group.heartbeat import Heartbeat
+from tlora.runtime.group.rank import Member
+from tlora.runtime.recording import SaveFailed
+from tlora.training.driver import Status
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch):
+    """Two ranks that beat in this process, twenty times a second; what each says of the other, and
+    how often one of them has left at once."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    for name, seconds in (("BEAT_S", 0.05), ("HANG_S", 0.5), ("GRACE_S", 0.05)):
+        monkeypatch.setattr(heartbeat, name, seconds)
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    said: list[str] = []
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    beats = [Heartbeat(rank, 2, name="pair", lost=said.append) for rank in (0, 1)]
+    yield beats, said, left
+    for each in beats:
+        each.close()
+
+
+def test_a_rank_that_broke_takes_the_others_with_it(pair) -> None:
+    """Sooner than silence would be noticed, and without another cause than its own."""
+    (first, _), said, left = pair
+    first.close(broken=True)
+    until = time.monotonic() + 5.0
+    while not left and time.monotonic() < until:
+        time.sleep(0.01)
+    assert left == [1] and said == []
+
+
+def test_a_rank_that_has_ended_well_takes_nobody_with_it(pair) -> None:
+    """It is silent for longer than a rank that hangs may be."""
+    (first, _), said, left = pair
+    first.close()
+    time.sleep(0.8)
+    assert left == [] and said == []
+
+
+@pytest.mark.parametrize("fault", ["", "training", "barrier"])
+def test_a_rank_is_watched_until_all_have_come_to_the_end(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last barrier is a collective as any other: a rank may be lost while others wait in it."""
+    seen: list[str] = []
+
+    def step(name: str):
+        def taken(*about, **settings):
+            seen.append(name)
+            if name == fault:
+                raise OSError("a cable was pulled")
+
+        return taken
+
+    class Beats:
+        def __init__(self, *about, **settings) -> None:
+            self.closed = False
+
+        def close(self, *, broken: bool = False) -> None:
+            seen.extend(() if self.closed else ("broken" if broken else "ended",))
+            self.closed = True
+
+    whole = SimpleNamespace(lost=lambda cause: seen.append(cause))
+    monkeypatch.setattr(running, "join", lambda: None)
+    monkeypatch.setattr(running, "check_runs", lambda plan, world: None)
+    monkeypatch.setattr(running, "compare", lambda plan, attempt: ("name", True))
+    monkeypatch.setattr(running, "_Whole", lambda *about, **settings: whole)
+    monkeypatch.setattr(running, "Heartbeat", Beats)
+    monkeypatch.setattr(running, "_train_as_rank", step("training"))
+    for name, answer in (("get_rank", 0), ("get_world_size", 2)):
+        monkeypatch.setattr(dist, name, lambda answer=answer: answer)
+    monkeypatch.setattr(dist, "barrier", step("barrier"))
+    monkeypatch.setattr(dist, "destroy_process_group", step("left"))
+    spec = SimpleNamespace()
+    arguments = {"output": tmp_path, "plan": Plan(bucket=64, replicas=2)}
+    if not fault:
+        running.train_as_rank(spec, **arguments)  # type: ignore[arg-type]
+        assert seen == ["training", "barrier", "ended", "left"]
+        return
+    with pytest.raises(OSError, match="cable"):
+        running.train_as_rank(spec, **arguments)  # type: ignore[arg-type]
+    assert seen[-2:] == ["rank 0: OSError: a cable was pulled", "broken"]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_job_that_cannot_be_saved_does_not_move(full: bool) -> None:
+    """It stops where it is, by name: elsewhere it would go on from an older step. Another job whose
+    checkpoint failed meanwhile stops too."""
+    drivers = {
+        name: SimpleNamespace(name=name, step=7, status=Status.RUNNING, reason=None)
+        for name in ("moving", "other")
+    }
+    moved: list[str] = []
+
+    class Recorder:
+        sinks = SimpleNamespace(close=lambda name, status: None)
+
+        def save(self, saved):
+            return [SaveFailed(name, "the disk is full") for name in drivers] if full else []
+
+        def pause(self, failure: SaveFailed) -> None:
+            drivers[failure.job].status = Status.PAUSED
+
+    member = Member.__new__(Member)
+    member.rank = 0
+    member.recorder = Recorder()  # type: ignore[assignment]
+    member.directory = SimpleNamespace(event=lambda kind, **fields: None)  # type: ignore[assignment]
+    member.tell = lambda message: None
+    loop = SimpleNamespace(active=drivers, leave=moved.append)
+    assert member._send_off(loop, "moving", 1) is not full  # type: ignore[arg-type]
+    assert moved == ([] if full else ["moving"])
+    expected = Status.PAUSED if full else Status.RUNNING
+    assert {each.status for each in drivers.values()} == {expected}

@@ -1,0 +1,47 @@
+"""Ranks that a launcher has started again: what is over is seen before anything is loaded."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.runs import job_file, write_rows
+
+from tlora.cli.main import main
+from tlora.config import dump_spec, load_spec
+from tlora.runtime.group.launched import failed_before
+
+
+def leave_results(root: Path, **status: str) -> Path:
+    for job, each in status.items():
+        (root / job).mkdir(parents=True, exist_ok=True)
+        (root / job / "result.json").write_text(json.dumps({"v": 1, "job": job, "status": each}))
+    return root
+
+
+def test_failed_jobs_end_a_run_only_if_nothing_is_left(tmp_path: Path) -> None:
+    """One without a result, or with half a one, is still to be trained."""
+    root = leave_results(tmp_path, one="completed", two="failed", three="paused")
+    assert failed_before(root, ["one", "two", "three"]) == ["two", "three"]
+    assert failed_before(root, ["one"]) == []
+    assert failed_before(root, ["one", "two", "four"]) == []
+    (root / "one" / "result.json").write_text('{"v": 1, "sta')
+    assert failed_before(root, ["one", "two"]) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_started_again_after_all_jobs_ended_says_what_failed(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Once for all ranks, and with the exit code of the first time on each."""
+    data = {"path": str(write_rows(tmp_path / "rows.jsonl", 4))}
+    spec = load_spec(
+        job_file(tmp_path, {"name": "one", "data": data}, {"name": "two", "data": data})
+    )
+    (tmp_path / "jobs.yaml").write_text(dump_spec(spec))
+    leave_results(tmp_path / "run", one="failed", two="completed")
+    for name, value in (("RANK", rank), ("WORLD_SIZE", 2), ("TORCHELASTIC_RESTART_COUNT", 1)):
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(SystemExit) as ended:
+        main(["train", str(tmp_path / "jobs.yaml"), "--output", str(tmp_path / "run")])
+    assert ended.value.code == 1
+    assert ("failed: one; the reasons are in" in capsys.readouterr().err) == (rank == 0)
