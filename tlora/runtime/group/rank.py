@@ -30,6 +30,7 @@ from tlora.parallel.mesh import check_runs, join, place_of, shard_mesh
 from tlora.parallel.shard_loading import load_sharded
 from tlora.parallel.sharding import Sharded
 from tlora.runtime.budget import nano_batch_tokens, room_for_tokens, tuning
+from tlora.runtime.entering import adapter_start, enter_job, restore
 from tlora.runtime.environment import cache_directory, quieten_libraries
 from tlora.runtime.executors.messages import Attached, Noted, Ready, Said
 from tlora.runtime.executors.worker import Tell, ToldDirectory, ToldProgress
@@ -40,14 +41,7 @@ from tlora.runtime.recording import Recorder
 from tlora.runtime.requests import request_of
 from tlora.runtime.resuming import Resumption, resumption
 from tlora.runtime.sinks import Sinks
-from tlora.runtime.training import (
-    adapter_start,
-    compiles,
-    enter_job,
-    load_super_model,
-    restore,
-    show_exact,
-)
+from tlora.runtime.training import compiles, load_super_model, show_exact
 from tlora.training.controller import Controller, ControllerSettings
 from tlora.training.driver import JobDriver
 from tlora.training.group_loop import GroupLoop, run_group
