@@ -148,7 +148,8 @@ def test_a_job_comes_leaves_and_comes_back_in_one_run(
 def test_what_cannot_join_is_answered_and_disturbs_nobody(
     spec: RunSpec, together: Path, tmp_path: Path, rows: Path
 ) -> None:
-    """Another base, a name that is taken, data that are gone, a rank whose bits nobody looked at."""
+    """Another base, a name that is taken, data that are gone, a rank whose bits nobody looked
+    at."""
     output = tmp_path / "run"
     own = tmp_path / "own.jsonl"
     own.write_bytes(rows.read_bytes())

@@ -33,8 +33,11 @@ from tlora.parallel.sharding import check_kept_layers, follows_another, layers_t
 from tlora.runtime.checking import check_targets, context_length, prepare_jobs
 from tlora.runtime.data_lines import full_lines, start_lines
 from tlora.runtime.directory import JobResult, RunDirectory, replace_text
+from tlora.runtime.elastic.checking import newcomers_data
+from tlora.runtime.elastic.desk import CANCELLED, Desk
+from tlora.runtime.elastic.roll import submitted_names, with_submitted
 from tlora.runtime.environment import quieten_libraries
-from tlora.runtime.executors.messages import Message, Noted
+from tlora.runtime.executors.messages import Admit, Command, GiveUp, Message, Noted
 from tlora.runtime.executors.notes import event_of
 from tlora.runtime.group.choosing import planner_for
 from tlora.runtime.group.heartbeat import Heartbeat
@@ -48,7 +51,7 @@ from tlora.runtime.resuming import check_unchanged, finished
 from tlora.runtime.run_log import read_lines
 from tlora.runtime.scheduled import Lead, device_names
 from tlora.runtime.sinks import check_trackers
-from tlora.runtime.training import RunResult, describe_run, leave_report
+from tlora.runtime.training import RunResult, describe_run, leave_report, proven_ranks
 from tlora.schedule.plan_check import nothing_smaller, smaller
 from tlora.schedule.planner import gpus_text
 
@@ -76,7 +79,7 @@ def train_in_group(
         whole.begin(fresh=fresh)
         with interruptible(on_first=progress.on_interrupt) as interrupt:
             current = plan
-            while whole.unfinished() and not interrupt():
+            while whole.begin_group() and not interrupt():
                 progress.say(f"{current.gpus} ranks: {current}")
                 ranks = Ranks(
                     current,
@@ -86,12 +89,13 @@ def train_in_group(
                 )
                 try:
                     on_start(ranks)
-                    loss = ranks.watch(whole.hear, interrupt)
+                    loss = ranks.watch(whole.hear, interrupt, whole.commands)
                 finally:
                     ranks.close()
-                if loss is None:
+                if loss is not None:
+                    current = whole.follow(str(loss), current, profile)
+                elif not whole.was_asked_for_more():
                     break
-                current = whole.follow(str(loss), current, profile)
             stopped = interrupt.asked and bool(whole.unfinished())
     finally:
         whole.close()
@@ -164,6 +168,7 @@ def _train_as_rank(whole: "_Whole", rank: int, *, fresh: bool) -> RunResult:
                 jobs,
                 lambda message: tell(rank, message),
                 should_stop=interrupt,
+                inbox=whole.commands,
             )
         whole.close_notes()
         dist.barrier()
@@ -193,12 +198,20 @@ class _Whole:
         self._losses: list[dict[str, object]] = []
         self._notes = Notes(output)
         self._lead: Lead | None = None
+        self._desk: Desk | None = None
+        self._commands: list[Command] = []
+        self._admitted = 0
+        """Jobs that had joined when the group began."""
+
         self._closed = False
 
     def begin(self, *, fresh: bool) -> None:
         spec, directory = self.spec, self.directory
         absent: tuple[JobSpec, ...] = ()
+        submitted: list[str] = []
         if directory.is_run and not fresh:
+            submitted = submitted_names(directory.root)
+            spec = self.spec = with_submitted(spec, directory.root)
             absent = check_unchanged(directory, spec)
         shape = load_shape(spec.base)
         check_targets(spec, find_targets(shape))
@@ -208,13 +221,52 @@ class _Whole:
         self.progress.say(*start_lines(spec.jobs, data, directory.root / "data.txt"))
         directory.create(fresh=fresh)
         self._keep_left_notes()
-        replace_text(
-            directory.root / "resolved.yaml",
-            dump_spec(replace(spec, jobs=(*spec.jobs, *absent))),
-        )
-        self._write_about(data)
+        recorded = replace(spec, jobs=(*spec.jobs, *absent))
+        replace_text(directory.root / "resolved.yaml", dump_spec(recorded))
+        self._write_about(data, submitted)
         self._lead = Lead(spec, data, directory, self.progress)
         self._lead.begin(self.plan.bucket)
+        self._desk = Desk(
+            directory.root,
+            recorded,
+            self._lead.unfinished,
+            prepare=newcomers_data(spec, shape, self.device),
+            say=self.progress.say,
+            proven_ranks=proven_ranks(spec),
+        )
+        self._lead.on_result = self._desk.ended
+
+    def begin_group(self) -> bool:
+        """Ranks are about to start: whether there is anything for them to do. Whoever joins before
+        they have is one of their jobs from the start."""
+        assert self._desk is not None
+        self._desk.begin_again()
+        self._desk.serve(self, now=True)
+        self._commands = [each for each in self._commands if not isinstance(each, Admit)]
+        self._admitted = self._desk.admitted
+        return bool(self.unfinished())
+
+    def was_asked_for_more(self) -> bool:
+        """Of ranks that have come to their end: perhaps just before they could hear of it."""
+        assert self._desk is not None
+        self._desk.serve(self, now=True)
+        return self._desk.admitted > self._admitted
+
+    def commands(self) -> list[Command]:
+        """What people have asked of the run since the last time, as ranks are told of it."""
+        if self._desk is not None:
+            self._desk.serve(self)
+        commands, self._commands = self._commands, []
+        return commands
+
+    def admit(self, job: JobSpec, data: PreparedData) -> None:
+        assert self._lead is not None
+        self._lead.join(job, data)
+        self.spec = self._lead.spec
+        self._commands.append(Admit(job.name))
+
+    def dismiss(self, job: str) -> None:
+        self._commands.append(GiveUp(job, CANCELLED, "cancelled"))
 
     def _keep_left_notes(self) -> None:
         """Events of ranks that ended before they were gathered."""
@@ -224,10 +276,10 @@ class _Whole:
                 self.directory.append(self.directory.root / "events.jsonl", record)
         self._notes.remove()
 
-    def _write_about(self, data: dict[str, PreparedData]) -> None:
+    def _write_about(self, data: dict[str, PreparedData], submitted: list[str]) -> None:
         directory = self.directory
         replace_text(directory.root / "data.txt", "\n".join(full_lines(data)) + "\n")
-        about = describe_run(self.spec, self.device, None)
+        about = describe_run(self.spec, self.device, None, submitted=submitted)
         about |= {"plan": plan_as_json(self.plan), "devices": self.plan.gpus}
         directory.write_json(directory.root / "run.json", about)
 
@@ -320,6 +372,8 @@ class _Whole:
                 "lost": self._losses,
             }
             self.directory.write_json(self.directory.root / GROUP_FILE, fields)
+        if self._desk is not None:
+            self._desk.close()
         self.progress.close()
         self.directory.close()
 
