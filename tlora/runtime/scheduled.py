@@ -238,6 +238,7 @@ class _OverDevices:
     def admit(self, job: JobSpec, data: PreparedData) -> None:
         lead = self._lead
         lead.join(job, data)
+        self._leaving.discard(job.name)
         request = request_of(job, data, self._targets, base=lead.spec.base.model)
         self._executor.add(replace(request, arrival_s=lead.clock.now()))
 

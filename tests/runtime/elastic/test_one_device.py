@@ -21,17 +21,15 @@ JOBS = ("plain", "wide", "late")
 def spec(base: Path, rows: Path) -> RunSpec:
     """Three jobs that differ, to the bit the same in any company."""
     data = {"path": str(rows)}
-    file = job_file(
-        base,
-        {"name": "plain", "data": data, "lora": {"lora_dropout": 0.2}, "eval": {"split": 4}},
+    evaluated = {"split": 4, "steps": 5}
+    jobs = [
+        {"name": "plain", "data": data, "lora": {"lora_dropout": 0.2}, "eval": evaluated},
         {"name": "wide", "data": data, "lora": {"r": 8}, "train": {"batch_size": 5}},
-        {"name": "late", "data": data, "train": {"seed": 3, "max_steps": 20}},
-        engine={"device": "cpu", "isolation": "exact", "nano_batch_tokens": 128},
-    )
-    file["defaults"]["train"]["max_steps"] = STEPS
-    file["defaults"]["save"] = {"steps": 3}
-    file["defaults"]["eval"] = {"steps": 5}
-    return tlora.load_spec(file)
+        {"name": "late", "data": data, "train": {"seed": 3}},
+    ]
+    engine = {"device": "cpu", "isolation": "exact", "nano_batch_tokens": 128}
+    steps = [f"train.max_steps={STEPS}", "jobs.late.train.max_steps=20", "save.steps=3"]
+    return tlora.load_spec(job_file(base, *jobs, engine=engine), steps)
 
 
 def first(spec: RunSpec) -> RunSpec:

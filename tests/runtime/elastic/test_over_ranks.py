@@ -38,10 +38,9 @@ def spec(base: Path, rows: Path) -> RunSpec:
         {"name": "late", "data": data, "train": {"seed": 3}},
     ]
     engine = {"device": "cpu", "isolation": "exact", "nano_batch_tokens": 128}
-    file = job_file(base, *jobs, engine=engine)
-    file["defaults"]["train"]["learning_rate"] = 1e-3  # type: ignore[index]
-    file["defaults"]["save"] = {"steps": 20}  # type: ignore[index]
-    return tlora.load_spec(file, [f"jobs.{job}.train.max_steps={n}" for job, n in STEPS.items()])
+    settings = [f"jobs.{job}.train.max_steps={steps}" for job, steps in STEPS.items()]
+    settings += ["train.learning_rate=1e-3", "save.steps=20"]
+    return tlora.load_spec(job_file(base, *jobs, engine=engine), settings)
 
 
 @pytest.fixture(scope="module")
