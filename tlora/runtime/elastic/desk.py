@@ -121,13 +121,16 @@ class Desk:
         at = time.monotonic()
         if self._requests is None or (not now and at - self._looked < LOOK_EVERY_S):
             return []
-        with suppress(sqlite3.Error):
+        before, self._looked = self._looked, at
+        try:
             found = self._requests.open_requests()
-            waiting = [each for each in found if each.number not in self._served]
-            # Those that wait are seen again by whoever serves them.
-            self._looked = self._looked if waiting else at
-            return waiting
-        return []
+        except sqlite3.Error:
+            return []
+        waiting = [each for each in found if each.number not in self._served]
+        if waiting:
+            # Whoever serves them looks again.
+            self._looked = before
+        return waiting
 
     def _answer(self, request: Request, said: str) -> None:
         names = request.trial or ", ".join(job["name"] for job in request.body.get("jobs", ()))
