@@ -160,6 +160,11 @@ class Recorder:
         """Save an attached job as it is now, in the background: it may leave meanwhile."""
         self._checkpoint(driver)
 
+    def settle(self) -> None:
+        """Tell of what has reached the disk, ends of jobs among it; with every nano-batch that is
+        done anyway."""
+        self._writer.settle()
+
     def rescue(self, drivers: list[JobDriver]) -> None:
         """The loop broke: save the jobs that are whole, and raise nothing, for an error is on its
         way. The others have their last checkpoints."""

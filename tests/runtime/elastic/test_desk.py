@@ -56,7 +56,7 @@ def opened(root: Path, run: RunSpec, running: str, prepare=None) -> Desk:
 
 
 def ended(root: Path, desk: Desk, job: str, status: str) -> None:
-    result = replace(no_result(job, "so"), status=status, steps=7)
+    result = replace(no_result(job, "so"), status=status, steps=7, adapter=f"{job}/adapter")
     directory = RunDirectory(root)
     directory.write_result(result)
     desk.ended(result)

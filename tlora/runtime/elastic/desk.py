@@ -101,9 +101,11 @@ class Desk:
         """A job has, and its files are on disk."""
         self.running.discard(result.job)
         for request in self._leaving.pop(result.job, ()):
-            over = f"{result.job} is over: {result.status}"
-            kept = f"cancelled after {result.steps} steps; its adapter is kept"
-            self._answer(request, kept if result.status == "cancelled" else f"{REFUSED}{over}")
+            if result.status == "cancelled":
+                kept = "its adapter is kept" if result.adapter else "it has not begun"
+                self._answer(request, f"cancelled after {result.steps} steps; {kept}")
+            else:
+                self._answer(request, f"{REFUSED}{result.job} is over: {result.status}")
 
     def begin_again(self) -> None:
         """The floor was lost: what it was asked and has not done is asked again."""
@@ -133,8 +135,8 @@ class Desk:
         return waiting
 
     def _answer(self, request: Request, said: str) -> None:
-        names = request.trial or ", ".join(job["name"] for job in request.body.get("jobs", ()))
-        self._say(f"asked to {request.kind} {names}: {said.removeprefix(REFUSED)}")
+        what = f"{request.kind} {request.trial}".rstrip()
+        self._say(f"asked to {what}: {said.removeprefix(REFUSED)}")
         if self._requests is not None:
             with suppress(sqlite3.Error):
                 self._requests.answer(request.number, said)

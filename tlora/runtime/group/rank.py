@@ -59,7 +59,8 @@ from tlora.training.group_loop import GroupLoop, run_group
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
 
 LOOK_S = 0.2
-"""Between two looks of rank 0 for what the group is asked."""
+"""Between two looks of a rank at what has reached the disk, and of rank 0 for what the group is
+asked."""
 
 USAGE_S = 1.0
 """Between two tellings of how a rank is used."""
@@ -281,8 +282,12 @@ class Member:
 
     def _look(self) -> None:
         now = time.perf_counter()
-        if self.rank == 0 and now - self._looked >= LOOK_S:
-            self._looked = now
+        if now - self._looked < LOOK_S:
+            return
+        self._looked = now
+        # A rank that has run dry has no nano-batch to tell of its last job's end with.
+        self.recorder.settle()
+        if self.rank == 0:
             self._asked += self._inbox()
 
     def _num_local(self, drivers: list[JobDriver]) -> int:
