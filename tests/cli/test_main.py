@@ -17,7 +17,18 @@ from tlora.core.errors import (
     SpecErrors,
 )
 
-VERBS = ["demo", "train", "check", "preview", "verify", "merge", "schema", "bench", "profile"]
+VERBS = [
+    "demo",
+    "train",
+    "submit",
+    "check",
+    "preview",
+    "verify",
+    "merge",
+    "schema",
+    "bench",
+    "profile",
+]
 BUDGET_SECONDS = 1.0
 
 PROBE = """

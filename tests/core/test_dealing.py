@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.scheduling import request
 
-from tlora.core.dealing import Load, deal_jobs, load_of
+from tlora.core.dealing import Load, deal_jobs, least_loaded, load_of
 
 
 def test_jobs_are_dealt_by_tokens_and_rank() -> None:
@@ -34,3 +34,12 @@ def test_jobs_are_dealt_evenly(work: list[float], ranks: int) -> None:
     for at, much in enumerate(work):
         loads[places[f"j{at}"]] += much
     assert max(loads) <= sum(work) / ranks + max(work) + 1e-9
+
+
+def test_a_job_more_goes_to_whoever_has_the_least_work() -> None:
+    """By tokens and rank, not by the number of jobs; an empty rank first."""
+    loads = [Load("large", 100, 8), Load("a", 30, 8), Load("b", 30, 8)]
+    places = {"large": 0, "a": 1, "b": 1}
+    assert least_loaded(loads, places, 2) == 1
+    assert least_loaded(loads, places, 3) == 2
+    assert least_loaded([*loads, Load("wide", 30, 1000)], {**places, "wide": 1}, 2) == 0

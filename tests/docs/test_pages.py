@@ -96,6 +96,7 @@ SETUP: dict[str, Callable[[Path], None]] = {
     "README.md": readme,
     "docs/adapters.md": small_run,
     "docs/data.md": lambda folder: rows(folder, "support.jsonl", "faq.csv"),
+    "docs/elastic.md": lambda folder: rows(folder, "sql.jsonl", "tone.jsonl"),
     "docs/isolation.md": small_run,
     "docs/migrating.md": migrating,
     "docs/nano_batches.md": small_run,

@@ -208,6 +208,26 @@ def test_the_view_shows_a_run_as_it_goes(played: tuple[str, str]) -> None:
     assert "59% full" in during and "Ctrl-C again" in during
 
 
+def test_a_job_that_joins_has_a_row_and_a_rate_of_its_own() -> None:
+    """One that comes back takes the place of its earlier self, and is no faster for the steps that
+    it made before."""
+    view = LiveProgress(Console(width=100, height=24, file=io.StringIO()))
+    old = FakeDriver("old")
+    view.start([old], 1024)  # type: ignore[list-item]
+    view.join(FakeDriver("new"))  # type: ignore[arg-type]
+    view.on_nano_batch(Outcome(kind=Kind.TRAIN, rows=512, tokens={"old": 100, "new": 50}))
+    old.status = Status.CANCELLED
+    view.on_end(result_of(old))
+    assert view._row(old, time.perf_counter()).status == "cancelled"  # type: ignore[arg-type]
+    back = FakeDriver("old")
+    back.step = 5
+    view.join(back)  # type: ignore[arg-type]
+    view.close()
+    assert [driver.name for driver in view._drivers] == ["new", "old"]
+    row = view._row(back, time.perf_counter())  # type: ignore[arg-type]
+    assert (row.status, row.step, row.tokens_per_s, row.seconds_left) == ("training", 5, 0, None)
+
+
 @pytest.mark.parametrize("status", [Status.COMPLETED, Status.STOPPED_EARLY])
 def test_a_job_is_done_when_its_end_is_told(status: Status) -> None:
     """Before that its files are being written; a failed one has none."""

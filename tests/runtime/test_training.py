@@ -86,6 +86,7 @@ def test_every_job_completes_and_leaves_its_files(finished) -> None:
         "events.jsonl",
         "report.html",
         "data.txt",
+        "state.sqlite",
         "wide",
         "narrow",
         "top",

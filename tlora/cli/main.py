@@ -11,6 +11,7 @@ import typer
 
 import tlora
 from tlora.cli import (
+    asking,
     bench,
     check,
     demo,
@@ -22,7 +23,6 @@ from tlora.cli import (
     schema,
     simulate,
     train,
-    trials,
     tune,
     verify,
 )
@@ -41,10 +41,11 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("train")(train.train)
 app.command("tune")(tune.tune)
-app.command("status")(trials.status)
-app.command("cancel")(trials.cancel)
-app.command("resume")(trials.resume)
-app.command("clone")(trials.clone)
+app.command("submit")(asking.submit)
+app.command("status")(asking.status)
+app.command("cancel")(asking.cancel)
+app.command("resume")(asking.resume)
+app.command("clone")(asking.clone)
 app.command("check")(check.check)
 app.command("preview")(preview.preview)
 app.command("report")(report.report)

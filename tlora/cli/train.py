@@ -82,6 +82,11 @@ def train(
         _end_if_failed(failed_before(folder, [job.name for job in spec.jobs]), folder, started)
     if fresh and not yes:
         ask_to_start_over(folder)
+    if not fresh:
+        from tlora.runtime.elastic.roll import with_submitted
+
+        # Plans are made for these, too.
+        spec = with_submitted(spec, folder)
 
     run = _Run(spec, folder, devices, fresh=fresh, profile=profile, started=started)
     if plan is not None:

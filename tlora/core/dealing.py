@@ -1,6 +1,6 @@
 """Which rank a job lives on: one rule, for the planner that prices it and the ranks that do it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tlora.core.request import JobRequest
@@ -28,6 +28,20 @@ def load_of(request: JobRequest, *, step: int = 0) -> Load:
     """After so many of its steps."""
     left = max(0, request.total_steps - step)
     return Load(request.name, left * request.load.batch_tokens, request.load.rank)
+
+
+def least_loaded(
+    loads: Sequence[Load],
+    places: Mapping[str, int],
+    num_ranks: int,
+    *,
+    rank_cost: float = RANK_COST,
+) -> int:
+    """The rank that a job more goes to, with these on their ranks: whoever has the least work."""
+    work = [0.0] * num_ranks
+    for load in loads:
+        work[places[load.job]] += load.work(rank_cost)
+    return work.index(min(work))
 
 
 def deal_jobs(

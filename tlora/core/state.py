@@ -254,7 +254,9 @@ class State:
         self.revision += 1
         match event:
             case Arrival(request=request):
-                known = request.name in self.jobs or request.name in self.outcomes
+                # One that did not come to its end may go on, if a person wants it.
+                outcome = self.outcomes.pop(request.name, None)
+                known = request.name in self.jobs or outcome in ("completed", "refused")
                 assert not known, f"job '{request.name}' arrived twice"
                 self.jobs[request.name] = JobState(
                     request, since_s=self.now, counted_s=self.now, number=self.arrived

@@ -53,7 +53,7 @@ class Wish:
     """Its last pass failed."""
 
     drift: bool = False
-    """It thinks that jobs should be moved."""
+    """It thinks that jobs should come, go or be moved: all ranks meet to do it."""
 
     crowded: bool = False
     """Its last pass had no room: layers that stay gathered should be fewer."""

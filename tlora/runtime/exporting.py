@@ -27,6 +27,7 @@ from tlora.model.precision import in_float32
 from tlora.model.probe import TOLERANCE
 from tlora.model.snapshot import Snapshot
 from tlora.model.super_model import SuperModel
+from tlora.model.targets import Target
 from tlora.runtime.directory import replace_directory
 
 PROBE_TOKENS = 32
@@ -49,34 +50,48 @@ def begin_export(
     difference = look(model, job, probe) if probe is not None else None
     targets = model.targets
 
-    def export(directory: Path) -> None:
-        trained = weights.result()
-
-        def fill(staged: Path) -> None:
-            export_adapter(
-                staged,
-                trained,
-                job.lora,
-                base_model=base.model,
-                revision=base.revision,
-                targets=targets,
+    def check_logits() -> None:
+        error = difference.result() if difference is not None else 0.0
+        if not error <= LOGITS_TOLERANCE:
+            raise AdapterError(
+                f"job '{job.name}': the exported matrices give other logits than the trained "
+                f"adapter (by {error:.1%})"
             )
-            back = read_adapter(staged, targets)
-            same_scale = math.isclose(back.scale, job.lora.scale, rel_tol=SCALE_ROUNDING)
-            if not same_scale or not same_matrices(back.weights, trained):
-                raise AdapterError(
-                    f"job '{job.name}': the exported files hold another adapter than was trained"
-                )
-            error = difference.result() if difference is not None else 0.0
-            if not error <= LOGITS_TOLERANCE:
-                raise AdapterError(
-                    f"job '{job.name}': the exported matrices give other logits than the trained "
-                    f"adapter (by {error:.1%})"
-                )
 
-        replace_directory(directory, fill)
+    def export(directory: Path) -> None:
+        export_matrices(directory, weights.result(), job, base, targets, check_logits)
 
     return export
+
+
+def export_matrices(
+    directory: Path,
+    trained: AdapterWeights,
+    job: JobSpec,
+    base: BaseSpec,
+    targets: dict[str, Target],
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Matrices that lie in host memory, read back and compared; `check` has the last word."""
+
+    def fill(staged: Path) -> None:
+        export_adapter(
+            staged,
+            trained,
+            job.lora,
+            base_model=base.model,
+            revision=base.revision,
+            targets=targets,
+        )
+        back = read_adapter(staged, targets)
+        same_scale = math.isclose(back.scale, job.lora.scale, rel_tol=SCALE_ROUNDING)
+        if not same_scale or not same_matrices(back.weights, trained):
+            raise AdapterError(
+                f"job '{job.name}': the exported files hold another adapter than was trained"
+            )
+        check()
+
+    replace_directory(directory, fill)
 
 
 def look(model: SuperModel, job: JobSpec, probe: TokenSequence) -> Snapshot[float]:

@@ -30,6 +30,7 @@ from tlora.runtime.progress import (
     RankUsage,
     closing_lines,
     end_line,
+    join_line,
     worth_a_line,
 )
 from tlora.training.compose import Kind
@@ -49,12 +50,13 @@ RANK_PAST = 20
 WORDS = {
     Status.COMPLETED: "done",
     Status.STOPPED_EARLY: "stopped early",
+    Status.CANCELLED: "cancelled",
     Status.PAUSED: "paused",
     Status.FAILED: "failed",
 }
 
 
-TRAINED = (Status.COMPLETED, Status.STOPPED_EARLY)
+TRAINED = (Status.COMPLETED, Status.STOPPED_EARLY, Status.CANCELLED)
 
 
 def choose_progress(out: TextIO | None = None) -> Progress:
@@ -109,7 +111,7 @@ class LiveProgress:
             self.console.print(Text(line), soft_wrap=True)
 
     def start(self, drivers: list[JobDriver], budget_tokens: int) -> None:
-        self._drivers = drivers
+        self._drivers = list(drivers)
         self._trends = {driver.name: Trend() for driver in drivers}
         self._tokens = {driver.name: 0 for driver in drivers}
         self._started = time.perf_counter()
@@ -121,6 +123,19 @@ class LiveProgress:
         self._live.start()
         self._thread = threading.Thread(target=self._redraw, name="live view", daemon=True)
         self._thread.start()
+
+    def join(self, driver: JobDriver) -> None:
+        name = driver.name
+        tokens = self._tokens.get(name, 0)
+        self._trends, self._tokens = (
+            {**self._trends, name: Trend()},
+            {**self._tokens, name: tokens},
+        )
+        self._told.discard(name)
+        self._pace.know({("tokens", name): tokens, ("step", name): driver.step})
+        # Last: whoever draws goes by this list.
+        self._drivers = [*(each for each in self._drivers if each.name != name), driver]
+        self.say(join_line(driver))
 
     def on_nano_batch(self, outcome: Outcome) -> None:
         self._rows += outcome.rows

@@ -17,6 +17,7 @@ STYLES = {
     "saving": "cyan",
     "done": "green",
     "stopped early": "green",
+    "cancelled": "yellow",
     "paused": "bold yellow",
     "failed": "bold red",
 }

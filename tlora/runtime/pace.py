@@ -32,6 +32,11 @@ class Pace:
         self._start = Mark(seconds, dict(counts))
         self._marks = deque([self._start])
 
+    def know(self, counts: Mapping[Name, int]) -> None:
+        """Of something that begins now, or begins again, from these."""
+        self._start = Mark(self._start.seconds, {**self._start.counts, **counts})
+        self._marks = deque(Mark(each.seconds, {**each.counts, **counts}) for each in self._marks)
+
     def mark(self, seconds: float, count: Callable[[], Mapping[Name, int]]) -> None:
         """May be called as often as one likes; counts once a second."""
         if seconds - self._marks[-1].seconds < MARK_SECONDS:

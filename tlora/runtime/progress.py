@@ -45,6 +45,10 @@ class Progress(Protocol):
 
     def start(self, drivers: list[JobDriver], budget_tokens: int) -> None: ...
 
+    def join(self, driver: JobDriver) -> None:
+        """A job comes while others train, for the first time or again."""
+        ...
+
     def on_nano_batch(self, outcome: Outcome) -> None: ...
 
     def on_step(self, driver: JobDriver, done: StepDone) -> None: ...
@@ -90,13 +94,17 @@ class ProgressLines:
             print(line, file=self.out, flush=True)
 
     def start(self, drivers: list[JobDriver], budget_tokens: int) -> None:
-        self._drivers = drivers
+        self._drivers = list(drivers)
         self._started = self._said = time.perf_counter()
         steps = sum(driver.total_steps for driver in drivers)
         self.say(
             f"training {together(len(drivers))}: {steps} steps, nano-batches of "
             f"{budget_tokens} tokens"
         )
+
+    def join(self, driver: JobDriver) -> None:
+        self._drivers = [*(each for each in self._drivers if each.name != driver.name), driver]
+        self.say(join_line(driver))
 
     def on_nano_batch(self, outcome: Outcome) -> None:
         self._tokens += sum(outcome.tokens.values())
@@ -187,6 +195,11 @@ def figures_of(figures: dict[str, float]) -> str:
 def worth_a_line(result: JobResult, jobs: int) -> bool:
     """Whether a job's end is said when it comes: among many, only what somebody should look at."""
     return jobs < MANY_JOBS or result.status in (Status.FAILED.value, Status.PAUSED.value)
+
+
+def join_line(driver: JobDriver) -> str:
+    after = f" after step {driver.step}" if driver.step else ""
+    return f"{driver.name}: joins{after}, {driver.total_steps - driver.step} steps to go"
 
 
 def end_line(result: JobResult) -> str:

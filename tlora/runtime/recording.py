@@ -76,6 +76,9 @@ class Recorder:
         """Jobs of which something has happened that did not reach the disk in full: what is
         recorded of them later does not make them whole."""
 
+        self.on_result: Callable[[JobResult], None] = lambda result: None
+        """Told of a job's end when its files are on disk."""
+
         self._started = time.perf_counter()
         self._last_step: dict[str, float] = {}
         self._kept: list[str] = []
@@ -88,18 +91,26 @@ class Recorder:
         self._say_each_or_all(self._kept, f"{len(self._kept)} jobs were over before")
         self._say_each_or_all(self._resumed, f"{len(self._resumed)} jobs go on where they stopped")
         for driver in drivers:
-            self._drivers[driver.name] = driver
-            self._last_step[driver.name] = self._started
-            self.directory.event(
-                "attached", job=driver.name, step=driver.step, total_steps=driver.total_steps
-            )
-            self.sinks.open(driver.name, job_settings(driver.spec), step=driver.step)
+            self._know(driver, "attached")
         if tuned is not None:
             self.directory.event("tuning", settings=asdict(tuned))
             self.progress.say(
                 f"the size of nano-batches is found by measuring, up to {tuned.limit} tokens"
             )
         self.progress.start(drivers, self.engine.budget_tokens)
+
+    def join(self, driver: JobDriver) -> None:
+        """As `start`, of a job that comes while others train."""
+        self._know(driver, "joined")
+        self.progress.join(driver)
+
+    def _know(self, driver: JobDriver, event: str) -> None:
+        self._drivers[driver.name] = driver
+        self._last_step[driver.name] = time.perf_counter()
+        self.directory.event(
+            event, job=driver.name, step=driver.step, total_steps=driver.total_steps
+        )
+        self.sinks.open(driver.name, job_settings(driver.spec), step=driver.step)
 
     def keep(self, result: JobResult) -> None:
         """The job was over before this run began."""
@@ -110,7 +121,10 @@ class Recorder:
         """Cut the job's metrics back to its checkpoint, so that nothing is logged twice."""
         for damage in found.damaged:
             self.progress.say(f"{driver.name}: {damage}; going back to the one before")
-        # It is no longer over, whatever an earlier run said.
+        # It is no longer over, whatever was said before.
+        self.results = [each for each in self.results if each.job != driver.name]
+        self._unrecorded.discard(driver.name)
+        self._unwritten.pop(driver.name, None)
         (self.directory.job(driver.name) / "result.json").unlink(missing_ok=True)
         metrics = self._metrics_path(driver)
         if found.checkpoint is None:
@@ -154,6 +168,11 @@ class Recorder:
         if driver.status is Status.RUNNING:
             driver.status = Status.PAUSED
             driver.reason = failure.reason
+
+    def settle(self) -> None:
+        """Tell of what has reached the disk, ends of jobs among it; with every nano-batch that is
+        done anyway."""
+        self._writer.settle()
 
     def rescue(self, drivers: list[JobDriver]) -> None:
         """The loop broke: save the jobs that are whole, and raise nothing, for an error is on its
@@ -231,7 +250,7 @@ class Recorder:
         """Recorded and told once everything of the job is on disk: it comes after all that was
         handed over before."""
         seconds = time.perf_counter() - self._started
-        over = driver.status in (Status.COMPLETED, Status.STOPPED_EARLY)
+        over = driver.status in (Status.COMPLETED, Status.STOPPED_EARLY, Status.CANCELLED)
 
         def ended() -> None:
             exported = over and driver.status is not Status.FAILED
@@ -277,6 +296,7 @@ class Recorder:
         self.directory.event("ended", job=driver.name, status=result.status, reason=result.reason)
         self.sinks.close(driver.name, result.status)
         self.progress.on_end(result)
+        self.on_result(result)
 
     def _say_each_or_all(self, each: list[str], together: str) -> None:
         self.progress.say(*(each if len(each) < MANY_JOBS else [together]))

@@ -13,7 +13,7 @@ from tlora.model.peft_format import WEIGHTS
 from tlora.runtime.directory import JobResult, RunDirectory
 from tlora.training.checkpoint import Checkpoint, checkpoints, find_newest
 
-FINISHED = ("completed", "stopped_early")
+FINISHED = ("completed", "stopped_early", "cancelled")
 TROUBLED = ("failed", "paused")
 
 
@@ -126,8 +126,10 @@ def finished(directory: RunDirectory, job: JobSpec) -> JobResult | None:
     folder = directory.root / job.name
     result = read_result(folder / "result.json")
     adapter = folder / "adapter" / WEIGHTS
-    over = result is not None and result.status in FINISHED and adapter.is_file()
-    return result if over else None
+    over = result is not None and result.status in FINISHED
+    # One that was cancelled before it began has none.
+    shown = result is not None and (result.adapter is None or adapter.is_file())
+    return result if over and shown else None
 
 
 def tried(directory: RunDirectory, job: JobSpec) -> JobResult | None:

@@ -21,16 +21,19 @@ from tlora.core.clock import WallClock
 from tlora.core.cluster import uniform_cluster
 from tlora.core.errors import SpecError
 from tlora.core.job import JobSpec, RunSpec
-from tlora.core.request import JobRequest
 from tlora.core.state import State
+from tlora.costs.groups import Costs
 from tlora.costs.profile import as_json as profile_as_json
 from tlora.data.prepare import PreparedData
 from tlora.model.loading import load_shape, resolve_device
-from tlora.model.targets import find_targets
+from tlora.model.targets import Target, find_targets
 from tlora.runtime.budget import nano_batch_tokens
 from tlora.runtime.checking import check_targets, context_length, prepare_jobs
 from tlora.runtime.data_lines import full_lines, start_lines
 from tlora.runtime.directory import JobResult, RunDirectory, replace_text
+from tlora.runtime.elastic.checking import newcomers_data
+from tlora.runtime.elastic.desk import CANCELLED, Desk
+from tlora.runtime.elastic.roll import submitted_names, with_submitted
 from tlora.runtime.environment import quieten_libraries
 from tlora.runtime.executors.devices import DeviceExecutor
 from tlora.runtime.executors.messages import (
@@ -47,9 +50,10 @@ from tlora.runtime.executors.notes import event_of, outcome_of
 from tlora.runtime.executors.processes import WorkerProcesses, end_if_imported
 from tlora.runtime.executors.rates import RateWatch
 from tlora.runtime.executors.worker import WorkerSettings, no_result
+from tlora.runtime.exporting import export_matrices
 from tlora.runtime.interrupts import interruptible
 from tlora.runtime.live import choose_progress
-from tlora.runtime.planning import ChosenProfile, check_policy, choose_profile, new_costs
+from tlora.runtime.planning import ChosenProfile, check_policy, choose_profile
 from tlora.runtime.progress import MANY_JOBS, Progress
 from tlora.runtime.requests import request_of
 from tlora.runtime.resuming import check_same_bits, check_unchanged, finished, saved_steps
@@ -59,14 +63,19 @@ from tlora.runtime.training import (
     describe_run,
     leave_report,
     load_super_model,
+    proven_ranks,
     show_exact,
 )
 from tlora.schedule import Settings, make_policy
 from tlora.schedule.fairness import fair_gpus
 from tlora.store.sqlite import SqliteStore
+from tlora.training.checkpoint import find_newest
 from tlora.training.driver import JobDriver, Status
 from tlora.training.exactness import Exactness
 from tlora.training.outcome import EvaluationDone, StepDone
+
+KEPT_FIGURES = ("loss", "first_eval_loss", "eval_loss", "tokens_seen", "sequences_seen")
+"""Of a checkpoint, for the result of a job that ends there."""
 
 SETTINGS = Settings(max_replicas=1)
 """Of policies: every group has one device. One over several is a run of its own
@@ -94,7 +103,10 @@ def train_on_devices(
     device = torch.device(names[0])
     directory = RunDirectory(Path(output))
     absent: tuple[JobSpec, ...] = ()
+    submitted: list[str] = []
     if directory.is_run and not fresh:
+        submitted = submitted_names(directory.root)
+        spec = with_submitted(spec, directory.root)
         absent = check_unchanged(directory, spec)
     shape = load_shape(spec.base)
     targets = find_targets(shape)
@@ -105,22 +117,33 @@ def train_on_devices(
     chosen = choose_profile(spec, profile, device)
     progress.say(f"{devices} devices, policy {policy}; profile: {chosen.source}")
     proof = proven(spec, device, data, budget, directory if not fresh else None)
+    desk: Desk | None = None
     try:
         directory.create(fresh=fresh)
         recorded = replace(spec, jobs=(*spec.jobs, *absent))
         replace_text(directory.root / "resolved.yaml", dump_spec(recorded))
         replace_text(directory.root / "data.txt", "\n".join(full_lines(data)) + "\n")
-        about = describe_run(spec, device, proof) | {"devices": devices, "policy": policy}
+        about = describe_run(spec, device, proof, submitted=submitted)
+        about |= {"devices": devices, "policy": policy}
         directory.write_json(directory.root / "run.json", about)
         lead = Lead(spec, data, directory, progress)
         lead.begin(budget)
-        requests = [
-            request_of(job, data[job.name], targets, base=spec.base.model)
-            for job in lead.unfinished
-        ]
+        desk = Desk(
+            directory.root,
+            recorded,
+            lead.unfinished,
+            prepare=newcomers_data(spec, shape, device),
+            say=progress.say,
+            proven_ranks=proven_ranks(spec),
+        )
+        lead.on_result = desk.ended
         exact = budget if spec.engine.isolation == "exact" else None
-        stopped = bool(requests) and _drive(lead, requests, names, chosen, policy, exact)
+        stopped = False
+        if lead.unfinished or desk.is_asked(now=True):
+            stopped = _drive(lead, desk, targets, names, chosen, policy, exact)
     finally:
+        if desk is not None:
+            desk.close()
         progress.close()
         directory.close()
     leave_report(directory.root, progress)
@@ -130,7 +153,8 @@ def train_on_devices(
 
 def _drive(
     lead: "Lead",
-    requests: list[JobRequest],
+    desk: Desk,
+    targets: dict[str, Target],
     names: list[str],
     chosen: ChosenProfile,
     policy: str,
@@ -138,11 +162,16 @@ def _drive(
 ) -> bool:
     """The loop, until every job is over; True if a person stopped it before."""
     directory, number = lead.directory, lead.nano_batch_tokens
+    base = lead.spec.base
+    requests = [
+        request_of(job, lead.data[job.name], targets, base=base.model)
+        for job in lead.unfinished.values()
+    ]
     limit = None if isinstance(number, str) else number
     cluster = uniform_cluster(len(names), per_node=len(names))
     state = State(cluster)
     # Whoever decides, workers run the fused kernels.
-    costs = new_costs(chosen.profile, requests, cluster)
+    costs = Costs({base.model: chosen.profile}, cluster)
     store: SqliteStore[Turn] = SqliteStore(
         directory.root / "state.sqlite",
         decode=turn_of_json,
@@ -154,6 +183,13 @@ def _drive(
             "started": time.time(),
         },
     )
+    floor: _OverDevices | None = None
+
+    def visit() -> None:
+        if floor is not None:
+            desk.serve(floor)
+            floor.look_after()
+
     with interruptible(on_first=lead.progress.on_interrupt) as interrupt:
         executor = DeviceExecutor(
             WorkerProcesses(
@@ -165,6 +201,7 @@ def _drive(
             saved_steps=lambda job: saved_steps(directory, job),
             watch=lead.hear,
             should_stop=interrupt,
+            visit=visit,
             rates=RateWatch(costs, fair_gpus=lambda: fair_gpus(state)),
         )
         loop = Loop(
@@ -174,14 +211,51 @@ def _drive(
             store=store,
             clock=lead.clock,
         )
+        floor = _OverDevices(lead, executor, targets)
         try:
-            while (state.jobs or not executor.idle) and not interrupt():
+            while not interrupt():
+                if not state.jobs and executor.idle:
+                    desk.serve(floor, now=True)
+                    if executor.idle:
+                        break
                 loop.step()
         finally:
             executor.close()
     lead.end(store)
     store.close()
-    return interrupt.asked and any(request.name not in lead.results for request in requests)
+    return interrupt.asked and bool(lead.unfinished)
+
+
+class _OverDevices:
+    """Jobs come as an ordinary arrival, and the scheduler says where to; they go from wherever they
+    are."""
+
+    def __init__(self, lead: "Lead", executor: DeviceExecutor, targets: dict[str, Target]) -> None:
+        self._lead = lead
+        self._executor = executor
+        self._targets = targets
+        self._leaving: set[str] = set()
+
+    def admit(self, job: JobSpec, data: PreparedData) -> None:
+        lead = self._lead
+        lead.join(job, data)
+        self._leaving.discard(job.name)
+        request = request_of(job, data, self._targets, base=lead.spec.base.model)
+        self._executor.add(replace(request, arrival_s=lead.clock.now()))
+
+    def look_after(self) -> None:
+        """Whoever was to leave and lost its device leaves from wherever it is by now."""
+        self._leaving -= self._lead.results.keys()
+        for job in sorted(self._leaving):
+            if not self._executor.is_leaving(job):
+                self.dismiss(job)
+
+    def dismiss(self, job: str) -> None:
+        self._leaving.add(job)
+        if self._executor.give_up(job, CANCELLED, "cancelled") or job in self._lead.results:
+            return
+        self._executor.withdraw(job, CANCELLED)
+        self._lead.cancelled(job, self._targets)
 
 
 def device_names(device: torch.device, count: int) -> list[str]:
@@ -228,23 +302,62 @@ class Lead:
         over: Callable[[RunDirectory, JobSpec], JobResult | None] = finished,
     ) -> None:
         """`over` tells what came of a job, if it is not to be trained any more."""
+        self.spec = spec
+        self.data = dict(data)
         self.directory = directory
         self.progress = progress
+        self.on_result: Callable[[JobResult], None] = lambda result: None
+        """Told of a job's end."""
+
         self.clock = WallClock()
         kept = {job.name: over(directory, job) for job in spec.jobs}
         self.results: dict[str, JobResult] = {
             name: result for name, result in kept.items() if result is not None
         }
         self.nano_batch_tokens = spec.engine.nano_batch_tokens
-        self.unfinished = tuple(job for job in spec.jobs if job.name not in self.results)
         self._drivers = {
             job.name: JobDriver(job, data[job.name].train, data[job.name].evaluation)
-            for job in self.unfinished
+            for job in self.unfinished.values()
         }
         """Mirrors of those in the workers, for the view."""
 
         self._budget = 0
         self._shown = False
+
+    @property
+    def unfinished(self) -> dict[str, JobSpec]:
+        """By name: jobs that have not come to an end, in this run or before."""
+        return {job.name: job for job in self.spec.jobs if job.name not in self.results}
+
+    def join(self, job: JobSpec, data: PreparedData) -> None:
+        """A job that comes later, or again."""
+        others = tuple(each for each in self.spec.jobs if each.name != job.name)
+        self.spec = replace(self.spec, jobs=(*others, job))
+        self.results.pop(job.name, None)
+        self.data[job.name] = data
+        driver = self._drivers[job.name] = JobDriver(job, data.train, data.evaluation)
+        driver.step = saved_steps(self.directory, job.name)
+        if self._shown:
+            self.progress.join(driver)
+
+    def cancelled(self, job: str, targets: dict[str, Target]) -> None:
+        """One that no worker has: what it has come to is in its newest checkpoint."""
+        spec, folder = self.unfinished[job], self.directory.job(job)
+        newest = find_newest(folder / "checkpoints").checkpoint
+        result = replace(no_result(job, CANCELLED), status="cancelled")
+        if newest is not None:
+            export_matrices(folder / "adapter", newest.state.weights, spec, self.spec.base, targets)
+            progress = newest.progress
+            best = progress["best"] is not None and (folder / "best").is_dir()
+            result = replace(
+                result,
+                steps=newest.state.step,
+                total_steps=self._drivers[job].total_steps,
+                **{name: progress[name] for name in KEPT_FIGURES},
+                adapter=f"{job}/adapter",
+                best_adapter=f"{job}/best" if best else None,
+            )
+        self._ended(result)
 
     def begin(self, budget: int) -> None:
         lines = [
@@ -261,6 +374,7 @@ class Lead:
         if not self._drivers:
             self.directory.event("began")
             self.progress.start([], budget)
+            self._shown = True
 
     def hear(self, device: int, message: Message) -> None:
         match message:
@@ -315,6 +429,7 @@ class Lead:
         with suppress(OSError):
             self.directory.write_result(result)
         self.progress.on_end(result)
+        self.on_result(result)
 
     def _noted(self, device: int, what: str, when: float, fields: dict[str, Any]) -> None:
         if what == "nano_batch":

@@ -109,6 +109,7 @@ class MlflowSink:
     ENDS: Mapping[str, str] = {
         "completed": "FINISHED",
         "stopped_early": "FINISHED",
+        "cancelled": "KILLED",
         "failed": "FAILED",
     }
 

@@ -2,7 +2,7 @@
 
 import platform
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -12,37 +12,31 @@ import transformers
 
 import tlora
 from tlora.config import dump_spec
-from tlora.core.errors import JobFailed
 from tlora.core.job import JobSpec, RunSpec
 from tlora.data.prepare import PreparedData
-from tlora.model.adapters import AdapterWeights
 from tlora.model.loading import load_base, load_shape, resolve_device
 from tlora.model.super_model import SuperModel
 from tlora.model.targets import find_targets
 from tlora.runtime.budget import nano_batch_tokens, room_for_tokens, tuning
-from tlora.runtime.checking import (
-    check_start,
-    check_targets,
-    context_length,
-    prepare_jobs,
-    start_of,
-)
+from tlora.runtime.checking import check_targets, context_length, prepare_jobs
 from tlora.runtime.data_lines import full_lines, start_lines
 from tlora.runtime.directory import JobResult, RunDirectory, replace_text
+from tlora.runtime.elastic.checking import newcomers_data
+from tlora.runtime.elastic.desk import Desk
+from tlora.runtime.elastic.one_device import OneDevice
+from tlora.runtime.elastic.roll import submitted_names, with_submitted
+from tlora.runtime.entering import adapter_start, enter_jobs
 from tlora.runtime.environment import quieten_libraries
 from tlora.runtime.interrupts import interruptible
 from tlora.runtime.live import choose_progress
 from tlora.runtime.progress import Progress
 from tlora.runtime.recording import Recorder
 from tlora.runtime.report import write_report
-from tlora.runtime.resuming import Resumption, check_same_bits, check_unchanged, resumption
+from tlora.runtime.resuming import check_same_bits, check_unchanged
 from tlora.runtime.sinks import Sinks, check_trackers
-from tlora.training.checkpoint import Checkpoint
 from tlora.training.controller import Controller
-from tlora.training.driver import JobDriver
 from tlora.training.engine import Engine
 from tlora.training.exactness import Exactness, prove_exact
-from tlora.training.loop import run_jobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +64,10 @@ def train(
     device = resolve_device(spec.engine.device)
     directory = RunDirectory(Path(output))
     absent: tuple[JobSpec, ...] = ()
+    submitted: list[str] = []
     if directory.is_run and not fresh:
+        submitted = submitted_names(directory.root)
+        spec = with_submitted(spec, directory.root)
         absent = check_unchanged(directory, spec)
     shape = load_shape(spec.base)
     check_targets(spec, find_targets(shape))
@@ -96,24 +93,38 @@ def train(
     sinks = Sinks(spec.report_to, directory.root, progress.say)
     recorder = Recorder(directory, spec.base, engine, progress, sinks)
     recorder.data_keys = {name: prepared.key for name, prepared in data.items()}
+    desk: Desk | None = None
     try:
         directory.create(fresh=fresh)
         # Jobs of an earlier command that this one leaves out keep their settings on record.
         recorded = replace(spec, jobs=(*spec.jobs, *absent))
         replace_text(directory.root / "resolved.yaml", dump_spec(recorded))
         replace_text(directory.root / "data.txt", "\n".join(full_lines(data)) + "\n")
-        directory.write_json(directory.root / "run.json", describe_run(spec, device, proof))
+        about = describe_run(spec, device, proof, submitted=submitted)
+        directory.write_json(directory.root / "run.json", about)
         drivers = enter_jobs(spec, data, starts, recorder)
         recorder.start(drivers, tuned)
+        floor = OneDevice(recorder, drivers)
+        desk = Desk(
+            directory.root,
+            recorded,
+            floor.drivers,
+            prepare=newcomers_data(spec, shape, device),
+            say=progress.say,
+            proven_ranks=proven_ranks(spec),
+        )
+        recorder.on_result = desk.ended
         with interruptible(on_first=progress.on_interrupt) as interrupt:
             try:
-                unfinished = run_jobs(engine, drivers, recorder, should_stop=interrupt)
+                unfinished = floor.run(desk, interrupt)
             except Exception:
-                recorder.rescue(drivers)
+                recorder.rescue(list(floor.drivers.values()))
                 raise
         recorder.save(unfinished)
     finally:
         recorder.close()
+        if desk is not None:
+            desk.close()
     leave_report(directory.root, progress)
     progress.finish(recorder.results, directory.root)
     results = {result.job: result for result in recorder.results}
@@ -128,55 +139,6 @@ def leave_report(root: Path, progress: Progress) -> None:
         progress.say(f"the report could not be written: {error}")
 
 
-def enter_jobs(
-    spec: RunSpec,
-    data: dict[str, PreparedData],
-    starts: dict[str, AdapterWeights],
-    recorder: Recorder,
-) -> list[JobDriver]:
-    """Attach every job that is not over, anew or from its newest whole checkpoint."""
-    drivers = []
-    for job in spec.jobs:
-        found = resumption(recorder.directory, job)
-        if found.result is not None:
-            recorder.keep(found.result)
-            continue
-        driver = JobDriver(job, data[job.name].train, data[job.name].evaluation)
-        try:
-            enter_job(driver, found, starts[job.name], recorder)
-        except JobFailed as failure:
-            driver.on_failure(failure)
-            recorder.on_end(driver)
-            continue
-        drivers.append(driver)
-    return drivers
-
-
-def enter_job(
-    driver: JobDriver, found: Resumption, start: AdapterWeights, recorder: Recorder
-) -> None:
-    """Raises JobFailed if the job cannot go on from where it was."""
-    if found.checkpoint is None:
-        recorder.resume(driver, found)
-        driver.attach(recorder.engine, start)
-        return
-    restore(driver, found.checkpoint, data_key=recorder.data_keys[driver.name])
-    recorder.resume(driver, found)
-    state = found.checkpoint.state
-    driver.attach(recorder.engine, state.weights, state=state)
-
-
-def restore(driver: JobDriver, checkpoint: Checkpoint, *, data_key: str) -> None:
-    """Raises JobFailed if the data are not those that the job was saved with."""
-    if checkpoint.progress["data"] != data_key:
-        raise JobFailed(
-            "its data have changed since it was saved; bring them back, or start it over under "
-            "another name",
-            job=driver.name,
-        )
-    driver.restore(checkpoint.progress)
-
-
 def load_super_model(spec: RunSpec, device: torch.device) -> SuperModel:
     return SuperModel(
         load_base(spec.base, device),
@@ -189,13 +151,6 @@ def load_super_model(spec: RunSpec, device: torch.device) -> SuperModel:
 
 def compiles(spec: RunSpec, device: torch.device) -> bool:
     return device.type == "cuda" if spec.engine.compile == "auto" else spec.engine.compile
-
-
-def adapter_start(job: JobSpec, model: SuperModel) -> AdapterWeights:
-    if job.init_from is None:
-        return model.new_adapter(job)
-    check_start(job, model.targets)
-    return start_of(job, model.targets).weights
 
 
 def show_exact(
@@ -216,11 +171,25 @@ def show_exact(
     )
 
 
-def describe_run(spec: RunSpec, device: torch.device, proof: Exactness | None) -> dict[str, object]:
+def proven_ranks(spec: RunSpec) -> frozenset[int] | None:
+    """Those that exact isolation is shown for; None where bits do not count."""
+    exact = spec.engine.isolation == "exact"
+    return frozenset(job.lora.r for job in spec.jobs) if exact else None
+
+
+def describe_run(
+    spec: RunSpec,
+    device: torch.device,
+    proof: Exactness | None,
+    *,
+    submitted: Sequence[str] = (),
+) -> dict[str, object]:
+    """`submitted`: those of its jobs that joined the run later, and need not be in its file."""
     return {
         "v": 1,
         "base": spec.base.model,
         "jobs": [job.name for job in spec.jobs],
+        "submitted": list(submitted),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "isolation": spec.engine.isolation,
         "exact": asdict(proof) if proof else None,

@@ -206,7 +206,9 @@ def decisions_of(path: Path) -> list[tuple[float, str]]:
     `about` says when they `started`. Nothing without a store; it is only read."""
     if not path.exists():
         return []
-    with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as read:
+    # Opened for writing where that is allowed: a reader would leave the log's files behind.
+    with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=rw", uri=True)) as read:
+        read.execute("PRAGMA query_only = ON")
         abouts = dict(read.execute("SELECT session, about FROM sessions").fetchall())
         started = {session: json.loads(about).get("started") for session, about in abouts.items()}
         return [

@@ -1,12 +1,10 @@
 """A sweep's log in the run's SQLite file: every event with what was decided on it, and what people
-ask of the sweep while it runs.
+ask of the sweep while it runs (requests.py).
 
-A turn is on disk before it is carried out. One process writes turns; any other may put a request,
-and waits for its answer.
+A turn is on disk before it is carried out. One process writes turns.
 """
 
 import json
-import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ from typing import Any
 
 from tlora.core.errors import SpecError
 from tlora.core.records import as_json
-from tlora.store.sqlite import connected
+from tlora.store.requests import Requests
 from tlora.tuning.events import Action, Event, action_of_json, event_of_json
 
 
@@ -29,21 +27,9 @@ class StudyTurn:
     """Where the sweep has several."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    number: int
-    kind: str
-    """stop, resume or clone."""
-
-    trial: str
-    body: dict[str, Any]
-
-
-class StudyLog:
+class StudyLog(Requests):
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
-        self.path = path
-        self._clock = clock
-        self._connection: sqlite3.Connection = connected(path)
+        super().__init__(path, clock)
         self._session = 0
 
     def begin(self, about: Mapping[str, Any]) -> None:
@@ -98,37 +84,6 @@ class StudyLog:
             if session != self._session and last is not None:
                 total += max(0.0, last - float(json.loads(about).get("started", last)))
         return total
-
-    def request(self, kind: str, trial: str, body: Mapping[str, Any]) -> int:
-        with self._connection as write:
-            done = write.execute(
-                "INSERT INTO requests (time, kind, trial, body) VALUES (?, ?, ?, ?)",
-                (self._clock(), kind, trial, _text(body)),
-            )
-        assert done.lastrowid is not None
-        return done.lastrowid
-
-    def open_requests(self) -> list[Request]:
-        return [
-            Request(number, kind, trial, json.loads(body))
-            for number, kind, trial, body in self._connection.execute(
-                "SELECT number, kind, trial, body FROM requests WHERE answer IS NULL "
-                "ORDER BY number"
-            )
-        ]
-
-    def answer(self, number: int, text: str) -> None:
-        with self._connection as write:
-            write.execute("UPDATE requests SET answer = ? WHERE number = ?", (text, number))
-
-    def answer_to(self, number: int) -> str | None:
-        row = self._connection.execute(
-            "SELECT answer FROM requests WHERE number = ?", (number,)
-        ).fetchone()
-        return row[0] if row else None
-
-    def close(self) -> None:
-        self._connection.close()
 
 
 def read_study_log(root: Path) -> StudyLog:

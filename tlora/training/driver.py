@@ -29,6 +29,7 @@ class Status(Enum):
     RUNNING = "running"
     COMPLETED = "completed"
     STOPPED_EARLY = "stopped_early"
+    CANCELLED = "cancelled"
     PAUSED = "paused"
     FAILED = "failed"
 

@@ -104,7 +104,7 @@ class GroupEngine(Engine):
         """Somebody asks all ranks to stop."""
 
         self.drift = False
-        """Somebody thinks that jobs should change ranks; told by the next verdict."""
+        """Somebody thinks that jobs should come, go or change ranks; told by the next verdict."""
 
         self.verdict: Verdict | None = None
         """Of the last agreement."""

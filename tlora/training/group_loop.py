@@ -28,6 +28,7 @@ class GroupLoop(JobLoop):
     def leave(self, name: str) -> JobDriver:
         """A job moves on; the caller has its state."""
         self.engine.detach(name)
+        self._asked.discard(name)
         return self.active.pop(name)
 
     def advance(self) -> None:

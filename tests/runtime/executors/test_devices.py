@@ -2,12 +2,15 @@
 
 from collections import deque
 
+import pytest
 from support.scheduling import request
 
 from tlora.core.clock import ManualClock
+from tlora.core.cluster import uniform_cluster
 from tlora.core.decision import Join, Move, Pause, Reasons, Refuse, Resize, Start
 from tlora.core.event import Arrival, Completion, EarlyExit, GpuFailure, GpuRepair, JobFailure
 from tlora.core.plan import Plan
+from tlora.core.state import State
 from tlora.runtime.executors.devices import DeviceExecutor
 from tlora.runtime.executors.messages import (
     Attach,
@@ -276,3 +279,36 @@ def test_a_job_that_says_twice_that_it_has_left_is_attached_once() -> None:
         world.executor._heard(0, Detached("a", None, 0.0))
         assert world.devices.new() == [(device, Attach("a", 1.0, 64))]
         assert world.executor.device_of("a") == device
+
+
+def test_a_job_that_is_nowhere_can_be_withdrawn_and_come_again() -> None:
+    """While it waits, or before it has arrived; its exit is told once."""
+    world = World("a")
+    world.executor.withdraw("a", "by hand")
+    (event,) = world.executor.wait(1.0)
+    assert isinstance(event, EarlyExit) and event.job == "a"
+    assert world.executor.idle and world.devices.new() == []
+    later = request("b", steps=10)
+    world.executor.add(later)
+    world.executor.withdraw("b", "by hand")
+    assert world.executor.idle
+    world.executor.add(request("a", steps=10))
+    (event,) = world.executor.wait(1.0)
+    assert isinstance(event, Arrival) and event.request.name == "a"
+    state = State(uniform_cluster(1, per_node=1))
+    for each in (Arrival(0.0, event.request), EarlyExit(0.0, "a", "by hand"), event):
+        state.happen(each)
+    assert list(state.jobs) == ["a"] and not state.outcomes
+    state.happen(Completion(0.0, "a"))
+    with pytest.raises(AssertionError, match="arrived twice"):
+        state.happen(event)
+
+
+def test_a_job_is_leaving_until_its_device_is_lost() -> None:
+    """Then whoever wanted it gone has to ask again."""
+    world = World("a", "b")
+    world.start("g0", 0, "a", "b")
+    assert world.executor.give_up("a", "by hand", "cancelled")
+    assert world.executor.is_leaving("a") and not world.executor.is_leaving("b")
+    world.executor._heard(0, Lost("a cable was pulled"))
+    assert not world.executor.is_leaving("a")

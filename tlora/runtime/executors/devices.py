@@ -113,17 +113,20 @@ class DeviceExecutor:
         saved_steps: Callable[[str], int] = lambda job: 0,
         watch: Callable[[int, Message], None] = lambda device, message: None,
         should_stop: Callable[[], bool] = lambda: False,
+        visit: Callable[[], None] = lambda: None,
         rates: RateWatch | None = None,
     ) -> None:
         """`saved_steps`: what the newest checkpoint of a job has. `watch` is told every message.
-        `should_stop`: `wait` returns early, with nothing, once it says so. `rates` finds who is
-        slower than expected."""
+        `should_stop`: `wait` returns early, with nothing, once it says so. `visit` is called while
+        it waits: jobs may be added and given up there. `rates` finds who is slower than
+        expected."""
         self.devices = devices
         self.clock = clock
         self._coming = sorted(arrivals, key=lambda request: request.arrival_s)
         self._saved_steps = saved_steps
         self._watch = watch
         self._should_stop = should_stop
+        self._visit = visit
         self._rates = rates
         self._rates_due = 0.0
         self._here: dict[str, JobRequest] = {}
@@ -152,6 +155,7 @@ class DeviceExecutor:
     def wait(self, until: float) -> Sequence[Event]:
         self._lost_jobs.clear()
         while True:
+            self._visit()
             self._events += self._arrived()
             if self._events or self._should_stop():
                 break
@@ -205,12 +209,15 @@ class DeviceExecutor:
     def is_somewhere(self, job: str) -> bool:
         return job in self._places
 
+    def is_leaving(self, job: str) -> bool:
+        return job in self._places and self._places[job].leaving
+
     def go_on(self, job: str) -> None:
         """To one that asked."""
         if job in self._places:
             self.devices.send(self._places[job].device, GoOn(job))
 
-    def give_up(self, job: str, reason: str) -> bool:
+    def give_up(self, job: str, reason: str, status: str = "stopped_early") -> bool:
         """Ends it where it is; its end is told as that of any. False if it is nowhere."""
         self._wishes.pop(job, None)
         place = self._places.get(job)
@@ -218,8 +225,16 @@ class DeviceExecutor:
             return False
         # It is not sent on, should it have been on its way.
         place.leaving = True
-        self.devices.send(place.device, GiveUp(job, reason))
+        self.devices.send(place.device, GiveUp(job, reason, status))
         return True
+
+    def withdraw(self, job: str, reason: str) -> None:
+        """Ends one that is nowhere: it waits, or has not arrived yet."""
+        assert job not in self._places, f"{job} is on device {self._places[job].device}"
+        self._coming = [request for request in self._coming if request.name != job]
+        if job in self._here:
+            self._events.append(EarlyExit(self.clock.now(), job, reason))
+        self._forget(job)
 
     def close(self) -> None:
         for device, message in self.devices.close():
@@ -373,7 +388,7 @@ def _end(now: float, job: str, result: dict[str, object]) -> Event:
     match result["status"]:
         case "completed":
             return Completion(now, job)
-        case "stopped_early":
+        case "stopped_early" | "cancelled":
             return EarlyExit(now, job, reason)
         case _:
             return JobFailure(now, job, reason)

@@ -58,10 +58,21 @@ class GiveUp(Record):
     kind: ClassVar[str] = "give_up"
     job: str
     reason: str
+    status: str = "stopped_early"
+    """Or cancelled, by a person."""
 
 
-Command = Attach | Detach | Tune | Stop | GoOn | GiveUp
-COMMANDS: tuple[type[Command], ...] = (Attach, Detach, Tune, Stop, GoOn, GiveUp)
+@dataclass(frozen=True, slots=True)
+class Admit(Record):
+    """To the ranks of a group: a job more, from its newest checkpoint or anew; where it lives is
+    theirs to agree on."""
+
+    kind: ClassVar[str] = "admit"
+    job: str
+
+
+Command = Attach | Detach | Tune | Stop | GoOn | GiveUp | Admit
+COMMANDS: tuple[type[Command], ...] = (Attach, Detach, Tune, Stop, GoOn, GiveUp, Admit)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from tlora.data.prepare import PreparedData, Preparer
 from tlora.model.loading import load_tokenizer
 from tlora.model.memory import is_out_of_memory
 from tlora.runtime.directory import JobResult, RunDirectory
+from tlora.runtime.entering import adapter_start, enter_job
 from tlora.runtime.environment import cache_directory, quieten_libraries
 from tlora.runtime.executors.messages import (
     Asked,
@@ -45,7 +46,7 @@ from tlora.runtime.recording import Recorder
 from tlora.runtime.resuming import resumption
 from tlora.runtime.sinks import Sinks
 from tlora.runtime.sweeps.metrics import trial_metrics
-from tlora.runtime.training import adapter_start, enter_job, load_super_model, show_exact
+from tlora.runtime.training import load_super_model, show_exact
 from tlora.training.compose import Kind
 from tlora.training.driver import JobDriver, Status
 from tlora.training.engine import Engine
@@ -136,8 +137,8 @@ class Worker:
                 if name in self._to_leave:
                     self._to_leave.discard(name)
                     self._detach(name)
-            case GiveUp(job=name, reason=reason):
-                self._give_up(name, reason)
+            case GiveUp(job=name, reason=reason, status=status):
+                self._give_up(name, reason, Status(status))
             case Tune(bucket=bucket, weights=weights):
                 self._set_bucket(bucket)
                 for name, weight in weights.items():
@@ -230,7 +231,7 @@ class Worker:
         self.directory.event("detached", job=name, step=driver.step)
         self.tell(Detached(name, driver.step, time.perf_counter() - started))
 
-    def _give_up(self, name: str, reason: str) -> None:
+    def _give_up(self, name: str, reason: str, status: Status) -> None:
         """Whole: a person may want it to go on. Its best adapter is on disk."""
         self._watched.waiting.discard(name)
         self._to_leave.discard(name)
@@ -240,7 +241,7 @@ class Worker:
             self._tell_ends()
             self.tell(Detached(name, None, 0.0))
             return
-        driver.status, driver.reason = Status.STOPPED_EARLY, reason
+        driver.status, driver.reason = status, reason
         self.recorder.checkpoint(driver)
         self.recorder.on_end(driver)
         self.engine.detach(name)
@@ -318,6 +319,9 @@ class ToldProgress:
             self._tell(Said(kept))
 
     def start(self, drivers: list[JobDriver], budget_tokens: int) -> None:
+        pass
+
+    def join(self, driver: JobDriver) -> None:
         pass
 
     def on_nano_batch(self, outcome: Outcome) -> None:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from tlora.config import load_spec
-from tlora.core.dealing import Load, deal_jobs, load_of
-from tlora.core.errors import JobFailed
+from tlora.core.dealing import Load, deal_jobs, least_loaded, load_of
+from tlora.core.errors import JobFailed, TloraError
 from tlora.core.job import RunSpec
 from tlora.core.plan import Plan
 from tlora.data.prepare import PreparedData, Preparer
@@ -30,29 +30,37 @@ from tlora.parallel.mesh import check_runs, join, place_of, shard_mesh
 from tlora.parallel.shard_loading import load_sharded
 from tlora.parallel.sharding import Sharded
 from tlora.runtime.budget import nano_batch_tokens, room_for_tokens, tuning
+from tlora.runtime.entering import adapter_start, enter_job, restore
 from tlora.runtime.environment import cache_directory, quieten_libraries
-from tlora.runtime.executors.messages import Attached, Noted, Ready, Said
-from tlora.runtime.executors.worker import Tell, ToldDirectory, ToldProgress
+from tlora.runtime.executors.messages import (
+    Admit,
+    Attached,
+    Command,
+    Ended,
+    GiveUp,
+    Noted,
+    Ready,
+    Said,
+    commands_of,
+    encoded,
+)
+from tlora.runtime.executors.worker import Tell, ToldDirectory, ToldProgress, no_result
 from tlora.runtime.group.plans import spans
 from tlora.runtime.group.timing import TimedEngine
 from tlora.runtime.progress import USAGE, RankUsage
 from tlora.runtime.recording import Recorder
 from tlora.runtime.requests import request_of
-from tlora.runtime.resuming import Resumption, check_same_bits, resumption
+from tlora.runtime.resuming import Resumption, check_same_bits, resumption, saved_steps
 from tlora.runtime.sinks import Sinks
-from tlora.runtime.training import (
-    adapter_start,
-    compiles,
-    describe_run,
-    enter_job,
-    load_super_model,
-    restore,
-    show_exact,
-)
+from tlora.runtime.training import compiles, describe_run, load_super_model, show_exact
 from tlora.training.controller import Controller, ControllerSettings
 from tlora.training.driver import JobDriver, Status
 from tlora.training.group_loop import GroupLoop, run_group
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
+
+LOOK_S = 0.2
+"""Between two looks of a rank at what has reached the disk, and of rank 0 for what the group is
+asked."""
 
 USAGE_S = 1.0
 """Between two tellings of how a rank is used."""
@@ -65,14 +73,16 @@ def run_rank(
     tell: Tell,
     *,
     should_stop: Callable[[], bool],
+    inbox: Callable[[], list[Command]] = list,
 ) -> bool:
-    """Train these jobs of the run in `directory` with the other ranks: whether some are left."""
+    """Train these jobs of the run in `directory` with the other ranks: whether some are left.
+    `inbox`: what the group is asked meanwhile, jobs to admit and to give up, by rank 0 alone."""
     quieten_libraries()
     started = time.perf_counter()
     device = join()
     check_runs(plan, dist.get_world_size())
     spec = load_spec(directory / "resolved.yaml")
-    member = Member(spec, plan, jobs, directory, device, tell)
+    member = Member(spec, plan, jobs, directory, device, tell, inbox)
     tell(Ready(time.perf_counter() - started))
     try:
         return member.run(should_stop)
@@ -111,6 +121,7 @@ class Member:
         directory: Path,
         device: torch.device,
         tell: Tell,
+        inbox: Callable[[], list[Command]],
     ) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.plan = plan
@@ -118,9 +129,9 @@ class Member:
         self.specs = {job.name: job for job in spec.jobs if job.name in jobs}
         self.counts = Counts()
         self.model, sharded = load_backbone(spec, plan, device, self.counts)
-        preparer = Preparer(load_tokenizer(spec.base), cache_dir=cache_directory())
+        self._preparer = Preparer(load_tokenizer(spec.base), cache_dir=cache_directory())
         self.data: dict[str, PreparedData] = {
-            name: preparer.prepare(job) for name, job in self.specs.items()
+            name: self._preparer.prepare(job) for name, job in self.specs.items()
         }
         exact = spec.engine.isolation == "exact"
         budget = plan.bucket
@@ -163,6 +174,11 @@ class Member:
 
         self._entered: dict[str, JobDriver] = {}
         """All that were taken in, later ones too; some have ended or moved on."""
+
+        self._inbox = inbox
+        self._looked = time.perf_counter()
+        self._asked: list[Command] = []
+        """Of rank 0: to be carried out by all ranks at the next agreement."""
 
         self._began = self._told = time.perf_counter()
 
@@ -230,8 +246,9 @@ class Member:
                 return driver
             began = time.perf_counter()
             enter_job(driver, found, start, self.recorder)
-        except JobFailed as failure:
-            driver.on_failure(failure)
+        except TloraError as error:
+            failed = error if isinstance(error, JobFailed) else JobFailed(str(error), job=name)
+            driver.on_failure(failed)
             if self._records(name):
                 self.recorder.on_end(driver)
             return None
@@ -257,19 +274,30 @@ class Member:
         self._tell_usage(loop)
         verdict = self.engine.verdict
         if verdict is not None and verdict.drift:
-            self._balance(loop)
+            self._meet(loop)
+        self._look()
         local = self._num_local(list(loop.active.values()))
         # One that has ended leaves this rank with less to do than the others.
-        self.engine.drift = local < self._local and self.world > 1
+        self.engine.drift = bool(self._asked) or (local < self._local and self.world > 1)
         self._local = local
-        return False
+        return bool(self._asked)
+
+    def _look(self) -> None:
+        now = time.perf_counter()
+        if now - self._looked < LOOK_S:
+            return
+        self._looked = now
+        # A rank that has run dry has no nano-batch to tell of its last job's end with.
+        self.recorder.settle()
+        if self.rank == 0:
+            self._asked += self._inbox()
 
     def _num_local(self, drivers: list[JobDriver]) -> int:
         return sum(not spans(self.plan, driver.name) for driver in drivers)
 
-    def _balance(self, loop: GroupLoop) -> None:
-        """All ranks, at the same turn: jobs go from ranks with much left to ranks with little, by
-        way of their checkpoints."""
+    def _meet(self, loop: GroupLoop) -> None:
+        """All ranks, at the same turn: jobs come and go as rank 0 was asked, or else they go from
+        ranks with much left to ranks with little."""
         for outcome in self.engine.drain():
             loop.tell(outcome)
         own = [
@@ -277,19 +305,82 @@ class Member:
             for driver in loop.active.values()
             if not spans(self.plan, driver.name)
         ]
-        told = exchange(
-            json.dumps([self._move_cost(), [[load.job, load.tokens, load.rank] for load in own]]),
-            counts=self.counts,
-            purpose=Purpose.MOVING,
-        )
-        loads, places, costs = [], {}, []
+        asked, self._asked = self._asked, []
+        text = [
+            self._move_cost(),
+            [[load.job, load.tokens, load.rank] for load in own],
+            encoded(asked).decode(),
+        ]
+        told = exchange(json.dumps(text), counts=self.counts, purpose=Purpose.MOVING)
+        loads: dict[str, Load] = {}
+        places: dict[str, int] = {}
+        costs: list[float] = []
+        commands: list[Command] = []
         for rank, text in enumerate(told):
-            cost, jobs = json.loads(text)
+            cost, jobs, asked_there = json.loads(text)
             costs.append(cost)
+            commands += commands_of(asked_there.encode())
             for job, tokens, adapter_rank in jobs:
-                loads.append(Load(job, tokens, adapter_rank))
+                loads[job] = Load(job, tokens, adapter_rank)
                 places[job] = rank
-        moves = moves_to_balance(loads, places, self.world, move_cost=max(costs))
+        for command in commands:
+            match command:
+                case Admit(job=name):
+                    self._admit(loop, name, loads, places)
+                case GiveUp():
+                    self._give_up(loop, command)
+                    loads.pop(command.job, None)
+                case _:
+                    raise AssertionError(f"{command} is for workers")
+        if not commands:
+            self._balance(loop, list(loads.values()), places, move_cost=max(costs))
+
+    def _admit(
+        self, loop: GroupLoop, name: str, loads: dict[str, Load], places: dict[str, int]
+    ) -> None:
+        """On all ranks: a job that spans them comes to each, another one to whoever has the least
+        to do."""
+        spec = load_spec(self.directory.root / "resolved.yaml")
+        self.specs[name] = next(job for job in spec.jobs if job.name == name)
+        problem = ""
+        try:
+            self.data[name] = self._preparer.prepare(self.specs[name])
+            self.recorder.data_keys[name] = self.data[name].key
+        except (TloraError, OSError) as error:
+            problem = f"{error} (rank {self.rank})"
+        problems = [each for each in exchange(problem, counts=self.counts) if each]
+        if problems:
+            if self.rank == 0:
+                result = no_result(name, problems[0])
+                self.directory.write_result(result)
+                self.tell(Ended(name, asdict(result)))
+            return
+        if not spans(self.plan, name):
+            places[name] = least_loaded(list(loads.values()), places, self.world)
+            loads[name] = self._load(name, saved_steps(self.directory, name))
+            if places[name] != self.rank:
+                return
+        driver = self._enter(name, resumption(self.directory, self.specs[name]))
+        if driver is not None:
+            loop.enter(driver)
+
+    def _give_up(self, loop: GroupLoop, command: GiveUp) -> None:
+        """On all ranks: with its state, so that it can go on from here."""
+        driver = loop.active.get(command.job)
+        if driver is None or command.job in self.engine.ended:
+            # It has come to its end, which is told as that of any.
+            return
+        driver.status, driver.reason = Status(command.status), command.reason
+        if self._records(driver.name):
+            self.recorder.checkpoint(driver)
+            self.recorder.on_end(driver)
+        loop.leave(driver.name)
+
+    def _balance(
+        self, loop: GroupLoop, loads: list[Load], places: dict[str, int], *, move_cost: float
+    ) -> None:
+        """By way of their checkpoints."""
+        moves = moves_to_balance(loads, places, self.world, move_cost=move_cost)
         if not moves:
             return
         stay = [

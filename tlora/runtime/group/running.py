@@ -24,6 +24,7 @@ from tlora.core.errors import SpecError, TloraError
 from tlora.core.job import JobSpec, RunSpec
 from tlora.core.plan import Plan
 from tlora.core.records import as_json
+from tlora.data.prepare import PreparedData
 from tlora.model.loading import load_shape, resolve_device
 from tlora.model.targets import find_targets
 from tlora.parallel.counting import Counts
@@ -34,8 +35,11 @@ from tlora.runtime.budget import nano_batch_tokens
 from tlora.runtime.checking import check_targets, context_length, prepare_jobs
 from tlora.runtime.data_lines import full_lines, start_lines
 from tlora.runtime.directory import JobResult, RunDirectory, replace_text
+from tlora.runtime.elastic.checking import newcomers_data
+from tlora.runtime.elastic.desk import CANCELLED, Desk
+from tlora.runtime.elastic.roll import read_about, submitted_names, with_submitted
 from tlora.runtime.environment import quieten_libraries
-from tlora.runtime.executors.messages import Message, Noted, Said
+from tlora.runtime.executors.messages import Admit, Command, GiveUp, Message, Noted, Said
 from tlora.runtime.executors.notes import event_of
 from tlora.runtime.group.choosing import planner_for
 from tlora.runtime.group.heartbeat import Heartbeat
@@ -49,7 +53,7 @@ from tlora.runtime.resuming import check_unchanged, finished, tried
 from tlora.runtime.run_log import read_lines
 from tlora.runtime.scheduled import Lead, device_names, proven
 from tlora.runtime.sinks import check_trackers
-from tlora.runtime.training import RunResult, describe_run, leave_report
+from tlora.runtime.training import RunResult, describe_run, leave_report, proven_ranks
 from tlora.schedule.plan_check import nothing_smaller, smaller
 from tlora.schedule.planner import gpus_text
 
@@ -78,7 +82,7 @@ def train_in_group(
         with using_threads(threads):
             whole.begin(fresh=fresh)
         with interruptible(on_first=progress.on_interrupt) as interrupt:
-            while whole.unfinished() and not interrupt():
+            while whole.begin_group() and not interrupt():
                 current = whole.plan
                 progress.say(f"{current.gpus} rank{'s' * (current.gpus > 1)}: {current}")
                 ranks = Ranks(
@@ -89,12 +93,13 @@ def train_in_group(
                 )
                 try:
                     on_start(ranks)
-                    loss = ranks.watch(whole.hear, interrupt)
+                    loss = ranks.watch(whole.hear, interrupt, whole.commands)
                 finally:
                     ranks.close()
-                if loss is None:
+                if loss is not None:
+                    whole.follow(str(loss), profile)
+                elif not whole.was_asked_for_more():
                     break
-                whole.follow(str(loss), profile)
             stopped = interrupt.asked and bool(whole.unfinished())
     finally:
         whole.close()
@@ -181,6 +186,7 @@ def _train_as_rank(whole: "_Whole", rank: int, *, fresh: bool) -> RunResult:
                 jobs,
                 lambda message: tell(rank, message),
                 should_stop=interrupt,
+                inbox=whole.commands,
             )
         whole.close_notes()
         dist.barrier()
@@ -216,7 +222,6 @@ class _Whole:
         self.leads = leads
         self.device = resolve_device(spec.engine.device)
         self.directory = RunDirectory(output)
-        self._about: dict[str, object] = {}
         self._ranks: list[dict[str, Any]] = []
         self._losses: list[dict[str, object]] = []
         self._notes = Notes(output)
@@ -224,12 +229,20 @@ class _Whole:
         """What came of a job, if it is not to be trained any more."""
 
         self._lead: Lead | None = None
+        self._desk: Desk | None = None
+        self._commands: list[Command] = []
+        self._admitted = 0
+        """Jobs that had joined when the group began."""
+
         self._closed = False
 
     def begin(self, *, fresh: bool) -> None:
         spec, directory = self.spec, self.directory
         absent: tuple[JobSpec, ...] = ()
+        submitted: list[str] = []
         if directory.is_run and not fresh:
+            submitted = submitted_names(directory.root)
+            spec = self.spec = with_submitted(spec, directory.root)
             absent = check_unchanged(directory, spec)
         shape = load_shape(spec.base)
         check_targets(spec, find_targets(shape))
@@ -244,16 +257,54 @@ class _Whole:
             self.progress.say(proof.line)
         directory.create(fresh=fresh)
         self._keep_left_notes()
-        replace_text(
-            directory.root / "resolved.yaml",
-            dump_spec(replace(spec, jobs=(*spec.jobs, *absent))),
-        )
+        recorded = replace(spec, jobs=(*spec.jobs, *absent))
+        replace_text(directory.root / "resolved.yaml", dump_spec(recorded))
         self._forget_failures()
         replace_text(directory.root / "data.txt", "\n".join(full_lines(data)) + "\n")
-        self._about = describe_run(spec, self.device, proof)
-        self._write_about()
+        self._write_about(describe_run(spec, self.device, proof, submitted=submitted))
         self._lead = Lead(spec, data, directory, self.progress, over=self._over)
         self._lead.begin(self.plan.bucket)
+        self._desk = Desk(
+            directory.root,
+            recorded,
+            self._lead.unfinished,
+            prepare=newcomers_data(spec, shape, self.device),
+            say=self.progress.say,
+            proven_ranks=proven_ranks(spec),
+        )
+        self._lead.on_result = self._desk.ended
+
+    def begin_group(self) -> bool:
+        """Ranks are about to start: whether there is anything for them to do. Whoever joins before
+        they have is one of their jobs from the start."""
+        assert self._desk is not None
+        self._desk.begin_again()
+        self._desk.serve(self, now=True)
+        self._commands = [each for each in self._commands if not isinstance(each, Admit)]
+        self._admitted = self._desk.admitted
+        return bool(self.unfinished())
+
+    def was_asked_for_more(self) -> bool:
+        """Of ranks that have come to their end: perhaps just before they could hear of it."""
+        assert self._desk is not None
+        self._desk.serve(self, now=True)
+        return self._desk.admitted > self._admitted
+
+    def commands(self) -> list[Command]:
+        """What people have asked of the run since the last time, as ranks are told of it."""
+        if self._desk is not None:
+            self._desk.serve(self)
+        commands, self._commands = self._commands, []
+        return commands
+
+    def admit(self, job: JobSpec, data: PreparedData) -> None:
+        assert self._lead is not None
+        self._lead.join(job, data)
+        self.spec = self._lead.spec
+        self._commands.append(Admit(job.name))
+
+    def dismiss(self, job: str) -> None:
+        self._commands.append(GiveUp(job, CANCELLED, "cancelled"))
 
     def _keep_left_notes(self) -> None:
         """Events of ranks that ended before they were gathered."""
@@ -269,9 +320,9 @@ class _Whole:
             if self._over(self.directory, job) is None:
                 (self.directory.root / job.name / "result.json").unlink(missing_ok=True)
 
-    def _write_about(self) -> None:
+    def _write_about(self, about: dict[str, object]) -> None:
         plan = {"plan": plan_as_json(self.plan), "devices": self.plan.gpus}
-        self.directory.write_json(self.directory.root / "run.json", self._about | plan)
+        self.directory.write_json(self.directory.root / "run.json", about | plan)
 
     def unfinished(self) -> list[str]:
         """Jobs that are not over; failed ones were tried, in this run."""
@@ -356,7 +407,8 @@ class _Whole:
         self.plan = following
         # Ranks of the lost group that had come to their end.
         self._ranks.clear()
-        self._write_about()
+        # With the jobs that have joined since it began.
+        self._write_about(read_about(self.directory.root))
 
     def close(self) -> None:
         if self._closed:
@@ -370,6 +422,8 @@ class _Whole:
                 "lost": self._losses,
             }
             self.directory.write_json(self.directory.root / GROUP_FILE, fields)
+        if self._desk is not None:
+            self._desk.close()
         self.progress.close()
         self.directory.close()
 

@@ -21,7 +21,14 @@ from typing import Any
 
 from tlora.config import load_plan
 from tlora.core.plan import Plan
-from tlora.runtime.executors.messages import Message, Noted, encoded, messages_of
+from tlora.runtime.executors.messages import (
+    Command,
+    Message,
+    Noted,
+    commands_of,
+    encoded,
+    messages_of,
+)
 from tlora.runtime.group.plans import plan_as_json
 
 BEAT_S = 1.0
@@ -72,12 +79,24 @@ class Ranks:
     def pids(self) -> list[int]:
         return [each.process.pid or 0 for each in self._ranks]
 
+    def send(self, command: Command) -> None:
+        """To all, by way of rank 0."""
+        # Of one that is gone the loss is told by `watch`.
+        with suppress(OSError):
+            self._ranks[0].connection.send_bytes(encoded([command]))
+
     def watch(
-        self, hear: Callable[[int, Message], None], should_stop: Callable[[], bool]
+        self,
+        hear: Callable[[int, Message], None],
+        should_stop: Callable[[], bool],
+        commands: Callable[[], list[Command]] = list,
     ) -> Loss | None:
-        """Until all ranks have ended: None if each of them ended well."""
+        """Until all ranks have ended: None if each of them ended well. `commands` says now and then
+        what they are asked meanwhile."""
         asked = False
         while any(not each.ended for each in self._ranks):
+            for command in commands():
+                self.send(command)
             if should_stop() and not asked:
                 asked = True
                 for each in self._ranks:
@@ -190,6 +209,16 @@ class _Line:
     def send(self, message: Message) -> None:
         self._write(encoded([message]))
 
+    def commands(self) -> list[Command]:
+        """That have come since the last time."""
+        found: list[Command] = []
+        try:
+            while self._connection.poll():
+                found += commands_of(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(1)
+        return found
+
     def _beat(self) -> None:
         while True:
             self._write(b"")
@@ -235,7 +264,14 @@ def serve(
         "MASTER_PORT": str(port),
     }
     try:
-        run_rank(Path(directory), found, jobs, line.send, should_stop=lambda: bool(asked))
+        run_rank(
+            Path(directory),
+            found,
+            jobs,
+            line.send,
+            should_stop=lambda: bool(asked),
+            inbox=line.commands,
+        )
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         fields = {"reason": reason, "follows": follows_another(error)}

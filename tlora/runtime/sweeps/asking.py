@@ -1,16 +1,12 @@
 """What people ask of a sweep from another process, through its store. No torch."""
 
-import fcntl
 import json
-import os
-import time
 from pathlib import Path
 from typing import Any
 
 from tlora.core.errors import SpecError
+from tlora.runtime.asking import is_at_work, put_and_wait
 from tlora.store.study import read_study_log
-
-POLL_S = 0.1
 
 
 def ask(root: Path, kind: str, trial: str, body: dict[str, Any], *, patience_s: float) -> str:
@@ -19,19 +15,13 @@ def ask(root: Path, kind: str, trial: str, body: dict[str, Any], *, patience_s: 
     log = read_study_log(root)
     try:
         check_trial(root, trial)
-        number = log.request(kind, trial, body)
-        if not is_at_work(root):
-            return "noted: the sweep is not running, and does it when tlora tune goes on"
-        end = time.monotonic() + patience_s
-        while time.monotonic() < end:
-            answer = log.answer_to(number)
-            if answer is not None:
-                if answer.startswith("error: "):
-                    raise SpecError(answer.removeprefix("error: "))
-                return answer
-            time.sleep(POLL_S)
+        answer = put_and_wait(log, root, kind, trial, body, patience_s=patience_s).answer
     finally:
         log.close()
+    if answer is not None:
+        return answer
+    if not is_at_work(root):
+        return "noted: the sweep is not running, and does it when tlora tune goes on"
     return "noted: the sweep is busy, and does it between two nano-batches"
 
 
@@ -48,15 +38,3 @@ def check_trial(root: Path, trial: str) -> None:
     if trial not in names:
         shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
         raise SpecError(f"{root} has no trial '{trial}'; there are {shown}")
-
-
-def is_at_work(root: Path) -> bool:
-    """A process holds the directory."""
-    handle = os.open(root, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(handle)
-    return False

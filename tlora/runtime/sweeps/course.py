@@ -18,7 +18,8 @@ from tlora.core.sweep import Params, SweepSpec
 from tlora.runtime.directory import JobResult, RunDirectory
 from tlora.runtime.sweeps.trials import MadeTrial, TrialMaker, trial_name
 from tlora.runtime.sweeps.view import View
-from tlora.store.study import Request, StudyLog
+from tlora.store.requests import Request
+from tlora.store.study import StudyLog
 from tlora.training.driver import Status
 from tlora.tuning.events import (
     Action,

@@ -12,13 +12,13 @@ from tlora.core.errors import JobFailed, TloraError
 from tlora.core.sweep import SweepSpec
 from tlora.model.memory import is_out_of_memory
 from tlora.runtime.directory import JobResult
+from tlora.runtime.entering import adapter_start, enter_job
 from tlora.runtime.recording import Recorder
 from tlora.runtime.resuming import Resumption, resumption
 from tlora.runtime.sweeps.course import Course
 from tlora.runtime.sweeps.metrics import trial_metrics
 from tlora.runtime.sweeps.trials import MadeTrial, TrialMaker
 from tlora.runtime.sweeps.view import View
-from tlora.runtime.training import adapter_start, enter_job
 from tlora.store.study import StudyLog
 from tlora.training.checkpoint import checkpoints, find_newest
 from tlora.training.driver import JobDriver, Status

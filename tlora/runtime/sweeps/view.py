@@ -98,6 +98,9 @@ class View:
     def start(self, drivers: list[JobDriver], budget_tokens: int) -> None:
         self.drivers |= {driver.name: driver for driver in drivers}
 
+    def join(self, driver: JobDriver) -> None:
+        self.drivers[driver.name] = driver
+
     def on_nano_batch(self, outcome: Outcome) -> None:
         self._tokens += sum(outcome.tokens.values())
         if outcome.error is not None:

@@ -1,0 +1,158 @@
+"""A desk with a floor that only takes notes: what is asked, answered, kept and done again."""
+
+import json
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.asking import answers, put, submission
+from support.runs import job_file, write_rows
+
+from tlora.config import dump_spec, load_spec
+from tlora.core.errors import DataError
+from tlora.core.job import RunSpec
+from tlora.runtime.directory import RunDirectory
+from tlora.runtime.elastic import desk as desks
+from tlora.runtime.elastic.desk import Desk
+from tlora.runtime.executors.worker import no_result
+from tlora.store.requests import Requests
+
+
+class Floor:
+    def __init__(self) -> None:
+        self.done: list[tuple[str, str]] = []
+
+    def admit(self, job, data) -> None:
+        self.done.append(("admit", job.name))
+
+    def dismiss(self, job) -> None:
+        self.done.append(("dismiss", job))
+
+
+@pytest.fixture
+def spec(base: Path, tmp_path: Path) -> RunSpec:
+    data = {"path": str(write_rows(tmp_path / "rows.jsonl", 4))}
+    return load_spec(job_file(base, *({"name": name, "data": data} for name in "abc")))
+
+
+class Prepared:
+    """Data without rows."""
+
+    class report:
+        @staticmethod
+        def lines() -> list[str]:
+            return ["no rows"]
+
+
+def opened(root: Path, run: RunSpec, running: str, prepare=None) -> Desk:
+    root.mkdir(exist_ok=True)
+    if not (root / "run.json").exists():
+        (root / "resolved.yaml").write_text(dump_spec(run))
+        (root / "run.json").write_text(json.dumps({"jobs": [job.name for job in run.jobs]}))
+    found: Any = prepare or (lambda jobs: {job.name: Prepared for job in jobs})
+    return Desk(root, run, running, prepare=found, say=lambda *lines: None)
+
+
+def ended(root: Path, desk: Desk, job: str, status: str) -> None:
+    result = replace(no_result(job, "so"), status=status, steps=7, adapter=f"{job}/adapter")
+    directory = RunDirectory(root)
+    directory.write_result(result)
+    desk.ended(result)
+
+
+def test_a_cancelled_job_is_answered_when_its_files_are_on_disk(
+    spec: RunSpec, tmp_path: Path
+) -> None:
+    """It may go on after that, and not before; one that came to its own end first was too late."""
+    root, floor = tmp_path / "run", Floor()
+    desk = opened(root, spec, "abc")
+    put(root, ("cancel", "a", {}), ("cancel", "b", {}), ("resume", "a", {}))
+    desk.serve(floor)
+    assert floor.done == [("dismiss", "a"), ("dismiss", "b")]
+    assert answers(root) == [None, None, "error: a is about to leave; ask again when it has"]
+    assert not desk.is_asked(now=True)
+    ended(root, desk, "a", "cancelled")
+    ended(root, desk, "b", "completed")
+    assert answers(root)[:2] == [
+        "cancelled after 7 steps; its adapter is kept",
+        "error: b is over: completed",
+    ]
+    put(root, ("resume", "a", {}), ("resume", "b", {}), ("resume", "c", {}))
+    desk.serve(floor)
+    assert floor.done[2:] == [("admit", "a")]
+    assert answers(root)[3:] == [
+        "goes on after step 7",
+        "error: b is over: completed",
+        "error: c is at work",
+    ]
+    assert not (root / "a" / "result.json").exists()
+    desk.close()
+
+
+def test_what_was_kept_and_not_answered_is_done_again(spec: RunSpec, tmp_path: Path) -> None:
+    """A process that ends between the record and the answer, and one that loses its ranks."""
+    root, floor = tmp_path / "run", Floor()
+    first = replace(spec, jobs=spec.jobs[:2])
+
+    class Gone(Floor):
+        def admit(self, job, data) -> None:
+            raise KeyboardInterrupt
+
+    desk = opened(root, first, "ab")
+    put(root, ("submit", "", submission(spec)))
+    with pytest.raises(KeyboardInterrupt):
+        desk.serve(Gone())
+    desk.close()
+    assert answers(root) == [None]
+    assert json.loads((root / "run.json").read_text())["submitted"] == ["c"]
+    desk = opened(root, load_spec(root / "resolved.yaml"), "abc")
+    desk.serve(floor)
+    assert floor.done == [] and answers(root) == ["at work: a, b, c"]
+    put(root, ("cancel", "c", {}))
+    desk.serve(floor)
+    desk.begin_again()
+    desk.serve(floor)
+    assert floor.done == [("dismiss", "c")] * 2
+    desk.close()
+
+
+def test_data_that_are_wrong_are_answered_and_nothing_is_kept(
+    spec: RunSpec, tmp_path: Path
+) -> None:
+    """Neither on record nor on the floor."""
+
+    def bad(jobs):
+        raise DataError("no such file", job=jobs[0].name, path="gone.jsonl")
+
+    root, floor = tmp_path / "run", Floor()
+    desk = opened(root, replace(spec, jobs=spec.jobs[:1]), "a", bad)
+    before = (root / "resolved.yaml").read_text()
+    put(root, ("submit", "", submission(spec)))
+    desk.serve(floor)
+    assert answers(root) == ["error: job 'b': gone.jsonl: no such file"]
+    assert floor.done == [] and (root / "resolved.yaml").read_text() == before
+    desk.close()
+
+
+def test_the_store_is_looked_at_no_more_than_once_a_second(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often it is asked; and one that cannot be read stops nobody."""
+    monkeypatch.setattr(desks, "LOOK_EVERY_S", 1.0)
+    looks: list[None] = []
+
+    def look(self) -> list:
+        looks.append(None)
+        raise sqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr(Requests, "open_requests", look)
+    now = [100.0]
+    monkeypatch.setattr(desks.time, "monotonic", lambda: now[0])
+    desk = opened(tmp_path / "run", spec, "abc")
+    for _ in range(100):
+        assert not desk.is_asked()
+        now[0] += 0.025
+    assert len(looks) == 3
+    desk.close()

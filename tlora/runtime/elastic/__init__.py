@@ -1,0 +1,1 @@
+"""Jobs that come and go while a run is at work."""

@@ -1,0 +1,68 @@
+"""How a job comes into an engine: anew, or from its newest whole checkpoint."""
+
+from tlora.core.errors import JobFailed
+from tlora.core.job import JobSpec, RunSpec
+from tlora.data.prepare import PreparedData
+from tlora.model.adapters import AdapterWeights
+from tlora.model.super_model import SuperModel
+from tlora.runtime.checking import check_start, start_of
+from tlora.runtime.recording import Recorder
+from tlora.runtime.resuming import Resumption, resumption
+from tlora.training.checkpoint import Checkpoint
+from tlora.training.driver import JobDriver
+
+
+def enter_jobs(
+    spec: RunSpec,
+    data: dict[str, PreparedData],
+    starts: dict[str, AdapterWeights],
+    recorder: Recorder,
+) -> list[JobDriver]:
+    """Attach every job that is not over, anew or from its newest whole checkpoint."""
+    drivers = []
+    for job in spec.jobs:
+        found = resumption(recorder.directory, job)
+        if found.result is not None:
+            recorder.keep(found.result)
+            continue
+        driver = JobDriver(job, data[job.name].train, data[job.name].evaluation)
+        try:
+            enter_job(driver, found, starts[job.name], recorder)
+        except JobFailed as failure:
+            driver.on_failure(failure)
+            recorder.on_end(driver)
+            continue
+        drivers.append(driver)
+    return drivers
+
+
+def enter_job(
+    driver: JobDriver, found: Resumption, start: AdapterWeights, recorder: Recorder
+) -> None:
+    """Raises JobFailed if the job cannot go on from where it was."""
+    if found.checkpoint is None:
+        recorder.resume(driver, found)
+        driver.attach(recorder.engine, start)
+        return
+    restore(driver, found.checkpoint, data_key=recorder.data_keys[driver.name])
+    recorder.resume(driver, found)
+    state = found.checkpoint.state
+    driver.attach(recorder.engine, state.weights, state=state)
+
+
+def restore(driver: JobDriver, checkpoint: Checkpoint, *, data_key: str) -> None:
+    """Raises JobFailed if the data are not those that the job was saved with."""
+    if checkpoint.progress["data"] != data_key:
+        raise JobFailed(
+            "its data have changed since it was saved; bring them back, or start it over under "
+            "another name",
+            job=driver.name,
+        )
+    driver.restore(checkpoint.progress)
+
+
+def adapter_start(job: JobSpec, model: SuperModel) -> AdapterWeights:
+    if job.init_from is None:
+        return model.new_adapter(job)
+    check_start(job, model.targets)
+    return start_of(job, model.targets).weights
