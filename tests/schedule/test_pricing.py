@@ -124,7 +124,7 @@ def test_what_is_kept_when_dues_change_is_what_would_be_worked_out_anew() -> Non
 
 
 def figures(load: Load) -> list[object]:
-    kept = ("pieces", "prices", "wholes", "dues", "_more", "_less")
+    kept = ("pieces", "prices", "refused", "wholes", "mistake", "dues", "_more", "_less")
     return [getattr(load, name) for name in Load.__slots__ if name not in kept]
 
 
@@ -149,3 +149,65 @@ def test_what_is_called_hopeless_holds_under_no_bucket() -> None:
             one_more = board.pricing.is_hopeless(fewer, len(gpus), pieces[0])
             assert one_more == board.pricing.is_hopeless(load, len(gpus))
     assert 10 < hopeless < 390
+
+
+def test_holding_is_the_price_where_it_holds_and_counts_alike() -> None:
+    """Of random loads, asked first or after the price; what the quick look says of holding is what
+    the price says. One that refuses by needs a tenth too large refuses what holds."""
+    cluster = uniform_cluster(8)
+    refused, wrongly = 0, 0
+    for seed in range(400):
+        costs = costs_of(cluster, error=0.2 if seed % 2 else 0.0)
+        gpus = tuple(range(1 + seed % 3))
+        load, other = (load_of(drawn_pieces(seed, costs)) for _ in range(2))
+        one, two = Board(State(cluster), costs, {}), Board(State(cluster), costs, {})
+        priced = one.price(load, gpus)
+        for _ in range(2):
+            found = two.holding(other, gpus)
+            assert (found and astuple(found)) == (astuple(priced) if priced.holds else None)
+        assert two.pricing.asked == 2 * one.pricing.asked
+        assert two.pricing.does_hold(load_of(other.pieces), gpus) == priced.holds
+        assert two.pricing.does_hold(other, gpus) == priced.holds
+        refused += found is None
+        doubted = load_of(drawn_pieces(seed, costs))
+        doubted.needs *= 1.1
+        wrongly += priced.holds and two.holding(doubted, gpus) is None
+    assert 100 < refused < 390
+    assert wrongly
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 5])
+def test_a_job_by_itself_shares_a_round_as_it_would_among_others(replicas: int) -> None:
+    """To the last digit: beside a job that asks for next to nothing its figures are near to those,
+    and far from those of a round with a bucket half as large."""
+    costs = costs_of(uniform_cluster(8))
+    base = costs.base("llama")
+    pricing = Board(State(costs.cluster), costs, {}).pricing
+    for seed in range(20):
+        piece = drawn_pieces(seed, costs)[0]
+        gpus = tuple(range(replicas))
+        for bucket in base.buckets[:2]:
+            if bucket * replicas >= piece.figures.batch_tokens:
+                continue
+            link = costs.span(gpus).link
+            found = pricing._shared(base, piece.alone, bucket, replicas, link, 1.0)
+            near = pytest.approx((found.worth, found.breach), rel=1e-9)
+            assert plain(costs, piece.alone, gpus, bucket) == near
+            assert plain(costs, piece.alone, gpus, bucket // 2) != near
+
+
+def test_what_a_job_leaves_behind_is_worth_no_more_than_the_bound_says() -> None:
+    """Half of the bound would be too little for some."""
+    cluster = uniform_cluster(8)
+    ratios: list[float] = []
+    for seed in range(300):
+        costs = costs_of(cluster, error=0.2 if seed % 2 else 0.0)
+        pieces = drawn_pieces(seed, costs)
+        if len(pieces) == 1:
+            continue
+        board = Board(State(cluster), costs, {})
+        gpus = tuple(range(1 + seed % 3))
+        load = load_of(pieces)
+        most = board.pricing.most_without(load, pieces[0], len(gpus))
+        ratios.append(board.price(load.without(pieces[0]), gpus).worth / most)
+    assert 0.5 < max(ratios) <= 1

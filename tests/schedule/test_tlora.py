@@ -1,5 +1,6 @@
 """Our policy, case by case."""
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -8,10 +9,11 @@ from support.scheduling import Run, costs_of, request
 
 from tlora.core.cluster import uniform_cluster
 from tlora.core.decision import Decision
-from tlora.core.event import Arrival, Event, Straggler, Tick
+from tlora.core.event import Arrival, Completion, Event, Straggler, Tick
 from tlora.core.request import JobRequest
 from tlora.core.state import State
 from tlora.schedule import Settings, make_policy
+from tlora.schedule.fairness import fair_gpus
 from tlora.schedule.merging import best_cut
 from tlora.schedule.policy import Policy
 from tlora.schedule.tlora import Tlora
@@ -176,6 +178,73 @@ def test_a_policy_that_knows_nothing_decides_the_same_in_every_turn(
         run_by(Sleepy)
     doubted = run_by(Tlora)
     assert doubted.quiet > 10, "ticks that could find nothing were among them"
+
+
+class Watched:
+    """A policy of single GPUs and its state, turn by turn."""
+
+    def __init__(self, *jobs: JobRequest) -> None:
+        self.state = State(uniform_cluster(2))
+        self.costs = costs_of(self.state.cluster)
+        self.policy = self.new_policy()
+        self.turn(0.0, *(Arrival(0.0, job) for job in jobs))
+
+    def new_policy(self) -> Tlora:
+        return Tlora(self.costs, Settings(max_replicas=1))
+
+    def happen(self, now: float, *events: Event) -> None:
+        self.state.advance(now, {}, fair_gpus(self.state))
+        for event in events:
+            self.state.happen(event)
+
+    def turn(self, now: float, *events: Event) -> list[Decision]:
+        self.happen(now, *events)
+        decisions = self.policy.decide(self.state, events)
+        for decision in decisions:
+            self.state.apply(decision)
+        return decisions
+
+
+def test_a_tick_that_brings_an_event_is_not_quiet() -> None:
+    """All jobs ran and nothing was to be done; the job that came since is placed. A policy that
+    takes its last look for one at this state leaves it waiting."""
+    watched = Watched(request("a", steps=10**6))
+    assert watched.turn(100.0, Tick(100.0)) == []
+    assert watched.policy.is_quiet
+    quiet = watched.policy._quiet
+    assert quiet is not None
+    events = (Arrival(200.0, request("b", at=200.0)), Tick(200.0))
+    watched.happen(200.0, *events)
+    found = watched.policy.decide(watched.state, events)
+    assert found == watched.new_policy().decide(watched.state, events)
+    assert groups(found) == {frozenset("b")}
+    watched.policy._quiet = quiet._replace(revision=watched.state.revision)
+    assert watched.policy.decide(watched.state, events) != found
+
+
+@pytest.mark.parametrize(("moves", "still", "then"), [(0, 50.0, 70.0), (3, 800.0, 1000.0)])
+def test_it_is_quiet_until_one_more_job_may_be_moved(moves: int, still: float, then: float) -> None:
+    """Two jobs share a GPU when the other becomes free, and both were moved or placed too recently
+    to leave. When they may, one does, though nothing has happened. A policy that is quiet for
+    ever lets the GPU idle."""
+    jobs = [request(name, steps=10**6) for name in "ab"]
+    watched = Watched(*jobs, request("c", base="qwen", steps=10**6))
+    state, policy = watched.state, watched.policy
+    assert state.jobs["a"].group == state.jobs["b"].group
+    for name in "ab":
+        state.jobs[name].moves = moves
+    assert watched.turn(30.0, Completion(30.0, "c")) == []
+    for now in (40.0, still):
+        assert watched.turn(now, Tick(now)) == []
+        assert policy.is_quiet
+    quiet = policy._quiet
+    assert quiet is not None
+    watched.happen(then, Tick(then))
+    found = policy.decide(state, [Tick(then)])
+    assert found == watched.new_policy().decide(state, [Tick(then)])
+    assert any(each.kind == "start" for each in found)
+    policy._quiet = quiet._replace(until=math.inf)
+    assert policy.decide(state, [Tick(then)]) == []
 
 
 def test_the_cut_is_found_where_gains_rise_and_fall() -> None:

@@ -77,10 +77,11 @@ class Loop:
         state.advance(now, progress, self._fair)
         for event in events:
             state.happen(event)
-        began = time.process_time()
         with uncollected():
+            # Timed within: what has been left for later is collected as soon as this ends.
+            began = time.process_time()
             decisions = self.policy.decide(state, events)
-        decided_s = time.process_time() - began
+            decided_s = time.process_time() - began
         done = Turn(self.turns, now, tuple(events), progress, tuple(decisions), decided_s)
         self.turns += 1
         self.store.record(done)

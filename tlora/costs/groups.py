@@ -27,7 +27,6 @@ from tlora.costs.predict import adapter_parameters
 from tlora.costs.profile import Profile
 from tlora.costs.rounds import (
     MEMORY_MARGIN,
-    NO_WORK,
     BaseCosts,
     Kernel,
     RoundWork,
@@ -196,9 +195,7 @@ class Costs:
         shares = shared_tokens(
             [each.batch_tokens for each in figures], weights, plan.bucket * plan.replicas
         )
-        work = NO_WORK
-        for tokens, each in zip(shares, figures, strict=True):
-            work = work.plus(each.whole.times(tokens / each.batch_tokens))
+        work = _sum_of_parts(shares, figures)
         segments = segments_of(work, shares, figures, plan.replicas)
         link = self.cluster.link(tier)
         seconds, rows = base.round_s(work, segments, plan.bucket, plan.replicas, link)
@@ -303,6 +300,21 @@ class Costs:
             solo_plan=Plan(replicas=replicas, bucket=bucket),
             solo_step_s=seconds,
         )
+
+
+def _sum_of_parts(shares: Sequence[float], figures: Sequence[JobFigures]) -> RoundWork:
+    """Of each job so many tokens. In one piece, because simulations ask for little else."""
+    tokens = squares = lora_s = sequences = steps = step_s = parameters = 0.0
+    for share, each in zip(shares, figures, strict=True):
+        part, whole = share / each.batch_tokens, each.whole
+        tokens += whole[0] * part
+        squares += whole[1] * part
+        lora_s += whole[2] * part
+        sequences += whole[3] * part
+        steps += whole[4] * part
+        step_s += whole[5] * part
+        parameters += whole[6] * part
+    return RoundWork(tokens, squares, lora_s, sequences, steps, step_s, parameters)
 
 
 def segments_of(

@@ -21,18 +21,10 @@ from tlora.core.errors import SpecError
 from tlora.core.plan import Plan
 from tlora.core.request import JobRequest
 from tlora.costs.collectives import exchange_s, gather_s
-from tlora.costs.groups import (
-    NO_WORK,
-    BaseCosts,
-    Costs,
-    JobFigures,
-    RoundWork,
-    fullest_part,
-    segments_of,
-    shared_tokens,
-)
+from tlora.costs.groups import Costs, JobFigures, segments_of
 from tlora.costs.layout import NAMED, BaseLayout, around, gathers_of
 from tlora.costs.memory import BYTES_PER_ADAPTER_PARAMETER
+from tlora.costs.rounds import NO_WORK, BaseCosts, RoundWork, fullest_part, shared_tokens
 
 CONTROLS = 1
 """Control elements of a nano-batch."""

@@ -159,6 +159,12 @@ class BaseCosts:
             seconds += passes * link.latency_s + ring * 4 * parameters / link.bytes_per_s
         return seconds, rows
 
+    def fastest_s(self, tokens: float, segments: float) -> float:
+        """Seconds that a round with so many tokens on a replica takes at least."""
+        fixed_s, segment_s, flat_s, row_s, _ = self._time
+        rows_s = row_s * tokens
+        return fixed_s + segment_s * segments + (rows_s if rows_s > flat_s else flat_s)
+
     def memory(
         self, rows: float, longest: int, bucket: int, parameters: float
     ) -> tuple[float, bool]:

@@ -79,7 +79,7 @@ class Board:
         self.costs = costs
         self.cluster: Cluster = state.cluster
         self.pricing = pricing = Pricing(costs, state.speed)
-        self.price = pricing.on
+        self.price, self.holding = pricing.on, pricing.holding
         self.pieces = pieces
         self.is_contended = sum(each.gpus for each in pieces.values()) > state.up_gpus
         """Not every job can have the GPUs it brings."""

@@ -126,8 +126,8 @@ def on_free(board: Board, piece: Piece, widest: int | None = None) -> Option | N
         gpus = board.choose(count)
         if gpus is None:
             continue
-        priced = board.price(load, gpus)
-        if priced.holds:
+        priced = board.holding(load, gpus)
+        if priced is not None:
             free = "a GPU is" if count == 1 else f"{count} GPUs are"
             return Option(priced.worth, None, gpus, priced, why=f"{free} free")
     return None
@@ -140,8 +140,8 @@ def joins(board: Board, piece: Piece, carefully: bool = True) -> Iterable[Option
     for target in targets:
         if board.pricing.is_hopeless(target.load, len(target.gpus), piece):
             continue
-        priced = board.price(target.load.plus(piece), target.gpus)
-        if priced.holds:
+        priced = board.holding(target.load.plus(piece), target.gpus)
+        if priced is not None:
             gain = priced.worth - target.priced.worth
             yield Option(gain, target, target.gpus, priced, why=f"{target.name} has room for it")
 
@@ -154,11 +154,11 @@ def donations(board: Board, piece: Piece, widest: int | None = None) -> Iterable
             if board.pricing.is_hopeless(donor.load, len(donor.gpus) - count):
                 continue
             kept, given = split_gpus(board, donor, count)
-            rest = board.price(donor.load, kept)
-            if not rest.holds:
+            rest = board.holding(donor.load, kept)
+            if rest is None:
                 continue
-            priced = board.price(alone, given)
-            if priced.holds:
+            priced = board.holding(alone, given)
+            if priced is not None:
                 yield Option(
                     priced.worth + rest.worth - donor.priced.worth,
                     None,
@@ -239,8 +239,8 @@ def gifts(board: Board, taker: Bin | None) -> list[Gift]:
             if count >= len(donor.gpus):
                 continue
             kept, given = split_gpus(board, donor, count)
-            rest = board.price(donor.load, kept)
-            if rest.holds:
+            rest = board.holding(donor.load, kept)
+            if rest is not None:
                 found.append(Gift(donor.priced.worth - rest.worth, donor, kept, given, rest))
     found.sort(key=lambda each: each.loss / len(each.given))
     return found[:GIFTS]

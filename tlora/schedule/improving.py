@@ -8,6 +8,7 @@ a toll (`tolls.py`), which the change must earn.
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 from tlora.core.decision import Reasons
 from tlora.schedule.board import Bin, Board
@@ -26,6 +27,8 @@ from tlora.schedule.pricing import no_worse
 from tlora.schedule.tolls import Tolls
 
 ROUNDS = 4
+
+_patience = attrgetter("limit_s", "rank")
 
 LEAVERS = 4
 """Jobs of one group that are looked at when GPUs are to be used."""
@@ -54,7 +57,9 @@ def improve(
         for piece in pieces:
             if board.pricing.asked > stop:
                 return
-            helped |= _take_best(board, tolls, list(_changes(board, piece, movable, widest)))
+            best = Best(board, tolls)
+            best.offer(list(_changes(board, piece, movable, widest)))
+            helped |= best.take()
         if pieces and board.pricing.asked <= stop:
             helped |= spread(board, tolls, movable, widest)
             helped |= trade_gpus(board, widest)
@@ -80,8 +85,8 @@ def _changes(board: Board, piece: Piece, movable: set[str], widest: int | None) 
                 target.load, len(target.gpus), piece
             ):
                 load = target.load.plus(piece)
-                priced = board.price(load, target.gpus)
-                if priced.holds:
+                priced = board.holding(load, target.gpus)
+                if priced is not None:
                     gain = priced.worth + rest_priced.worth
                     gain -= target.priced.worth + source.priced.worth
                     yield Change(
@@ -97,17 +102,17 @@ def _changes(board: Board, piece: Piece, movable: set[str], widest: int | None) 
             if count > (widest or count):
                 continue
             kept, given = split_gpus(board, donor, count)
-            mine = board.price(alone, given)
-            if not mine.holds:
+            mine = board.holding(alone, given)
+            if mine is None:
                 continue
             if donor is source:
-                left = board.price(rest, kept)
-                if left.holds:
+                left = board.holding(rest, kept)
+                if left is not None:
                     gain = left.worth + mine.worth - source.priced.worth
                     yield Change(gain, [(source, rest, kept, left), (None, alone, given, mine)])
             elif no_worse(rest_priced, source.priced):
-                left = board.price(donor.load, kept)
-                if left.holds:
+                left = board.holding(donor.load, kept)
+                if left is not None:
                     gain = left.worth + mine.worth + rest_priced.worth
                     gain -= donor.priced.worth + source.priced.worth
                     yield Change(
@@ -168,7 +173,8 @@ def _hand_overs(
         load = target.load.plus(piece)
         lost = target.priced.worth + source.priced.worth
         others = [each for each in target.load.pieces if each.name in movable]
-        if (uses or others) and (priced := board.price(load, target.gpus)).holds:
+        priced = board.holding(load, target.gpus) if uses or others else None
+        if priced is not None:
             moved = (target, load, target.gpus, priced)
             for use in uses:
                 if all(which is not target for which, *_ in use.contents):
@@ -178,9 +184,9 @@ def _hand_overs(
             # One of the target's jobs takes the GPUs instead.
             for other in others:
                 without = target.load.exchanged(other, piece)
-                rest = board.price(without, target.gpus)
-                mine = board.price(other.alone, source.gpus)
-                if rest.holds and mine.holds:
+                rest = board.holding(without, target.gpus)
+                mine = board.holding(other.alone, source.gpus)
+                if rest is not None and mine is not None:
                     yield Change(
                         rest.worth + mine.worth - lost,
                         [
@@ -191,46 +197,72 @@ def _hand_overs(
                     )
         pooled = (*target.gpus, *source.gpus)
         if len(pooled) <= min(useful_replicas(load), widest or len(pooled)):
-            both = board.price(load, pooled)
-            if both.holds and both.worth > (1 + margin) * lost:
+            both = board.holding(load, pooled)
+            if both is not None and both.worth > (1 + margin) * lost:
                 yield Change(
                     both.worth - lost, [(source, None, (), None), (target, load, pooled, both)]
                 )
 
 
-def spread(board: Board, tolls: Tolls, movable: set[str], widest: int | None) -> bool:
-    """Free GPUs to whoever makes most of them: a group that grows, or a job that leaves one."""
+def spread(
+    board: Board,
+    tolls: Tolls,
+    movable: set[str],
+    widest: int | None,
+    *,
+    uncounted: bool = False,
+) -> bool:
+    """Free GPUs to whoever makes most of them: a group that grows, or a job that leaves one.
+    `uncounted`: nobody asks any more how many prices were asked for, and what cannot be the best is
+    left out."""
     helped = False
     while board.free:
         takers = _takers(board, None, movable)
         if not takers:
             return helped
         most = min(len(board.free), max(taker.most for taker in takers), widest or len(board.free))
-        options: list[Change] = []
+        best, fewer = Best(board, tolls), 0
         for count in sorted({1, min(2, most), most}):
             gpus = board.choose(count)
             assert gpus is not None, f"{count} of {len(board.free)} free GPUs"
-            options += _uses(board, gpus, takers, widest)
-        if not _take_best(board, tolls, options):
+            # Slow GPUs may make more of them worse: nothing is left out.
+            uses = (
+                _best_uses(best, gpus, takers, widest, fewer)
+                if uncounted and not board.state.speed
+                else _uses(board, gpus, takers, widest)
+            )
+            best.offer(uses)
+            fewer = count
+        if not best.take():
             return helped
         helped = True
     return helped
 
 
-def _take_best(board: Board, tolls: Tolls, changes: list[Change]) -> bool:
-    """The one that gains most after its toll. The toll is asked for only where the gain is the
-    largest so far."""
-    best: Change | None = None
-    net = EPSILON
-    for change in changes:
-        if change.gain > net:
-            left = change.gain - tolls.of_change(board, change.contents)
-            if left > net:
-                best, net = change, left
-    if best is None:
-        return False
-    _apply(board, best, tolls.of_change(board, best.contents) * tolls.horizon_s)
-    return True
+class Best:
+    """Of some changes the one that gains most after its toll. The toll is asked for only where the
+    gain is the largest so far."""
+
+    def __init__(self, board: Board, tolls: Tolls) -> None:
+        self.board = board
+        self.tolls = tolls
+        self.change: Change | None = None
+        self.net = EPSILON
+
+    def offer(self, changes: Iterable[Change]) -> None:
+        for change in changes:
+            if change.gain > self.net:
+                left = change.gain - self.tolls.of_change(self.board, change.contents)
+                if left > self.net:
+                    self.change, self.net = change, left
+
+    def take(self) -> bool:
+        change = self.change
+        if change is None:
+            return False
+        toll = self.tolls.of_change(self.board, change.contents)
+        _apply(self.board, change, toll * self.tolls.horizon_s)
+        return True
 
 
 def clear_out(
@@ -291,7 +323,7 @@ class Taker:
     @property
     def most(self) -> int:
         """GPUs that somebody could use."""
-        return max([self.growth, *(useful_replicas(piece.alone) for piece in self.leavers)])
+        return max([self.growth, *[piece.useful for piece in self.leavers]])
 
 
 def _takers(board: Board, source: Bin | None, movable: set[str]) -> list[Taker]:
@@ -315,33 +347,62 @@ def _uses(
 ) -> Iterator[Change]:
     """What these could make of the GPUs."""
     for taker in takers:
+        yield from _growth(board, gpus, taker, widest)
         which = taker.which
-        if len(gpus) <= taker.growth and len(which.gpus) + len(gpus) <= (widest or math.inf):
-            pooled = (*which.gpus, *gpus)
-            more = board.price(which.load, pooled)
-            if more.holds:
-                gain = more.worth - which.priced.worth
-                yield Change(gain, [(which, which.load, pooled, more)])
         for other in taker.leavers:
-            mine = board.price(other.alone, gpus)
-            if not mine.holds:
+            mine = board.holding(other.alone, gpus)
+            if mine is not None:
+                yield from _departure(board, gpus, which, other, mine)
+
+
+def _best_uses(
+    best: Best, gpus: tuple[int, ...], takers: Iterable[Taker], widest: int | None, fewer: int
+) -> Iterator[Change]:
+    """The same without those that cannot be better than the best so far. `fewer`: GPUs that were
+    tried before."""
+    board = best.board
+    for taker in takers:
+        yield from _growth(board, gpus, taker, widest)
+        which = taker.which
+        for other in taker.leavers:
+            if other.useful <= fewer:
                 continue
-            rest_load = which.load.without(other)
-            rest = board.price(rest_load, which.gpus)
-            if no_worse(rest, which.priced):
-                yield Change(
-                    rest.worth + mine.worth - which.priced.worth,
-                    [
-                        (which, rest_load, which.gpus, rest),
-                        (None, other.alone, gpus, mine),
-                    ],
-                )
+            mine = board.holding(other.alone, gpus)
+            if mine is None:
+                continue
+            most = board.pricing.most_without(which.load, other, len(which.gpus))
+            if most + mine.worth - which.priced.worth > best.net:
+                yield from _departure(board, gpus, which, other, mine)
+
+
+def _growth(
+    board: Board, gpus: tuple[int, ...], taker: Taker, widest: int | None
+) -> Iterator[Change]:
+    which = taker.which
+    if len(gpus) <= taker.growth and len(which.gpus) + len(gpus) <= (widest or math.inf):
+        pooled = (*which.gpus, *gpus)
+        more = board.holding(which.load, pooled)
+        if more is not None:
+            gain = more.worth - which.priced.worth
+            yield Change(gain, [(which, which.load, pooled, more)])
+
+
+def _departure(
+    board: Board, gpus: tuple[int, ...], which: Bin, other: Piece, mine: Priced
+) -> Iterator[Change]:
+    load = which.load.without(other)
+    rest = board.price(load, which.gpus)
+    if no_worse(rest, which.priced):
+        yield Change(
+            rest.worth + mine.worth - which.priced.worth,
+            [(which, load, which.gpus, rest), (None, other.alone, gpus, mine)],
+        )
 
 
 def _most_pressing(which: Bin, movable: set[str]) -> list[Piece]:
     """A few of its jobs that would leave: those that may be slowed least."""
     found = [piece for piece in which.load.pieces if piece.name in movable]
-    return sorted(found, key=lambda piece: (piece.limit_s, piece.rank))[:LEAVERS]
+    return sorted(found, key=_patience)[:LEAVERS]
 
 
 def _apply(board: Board, change: Change, cost_s: float) -> None:
@@ -405,8 +466,8 @@ def _exchange_one(board: Board, which: Bin, base: str) -> bool:
         priced: Priced | None = None
         for piece in sorted(waiting, key=order)[:CANDIDATES]:
             trial = load.plus(piece) if load else piece.alone
-            found = board.price(trial, which.gpus)
-            if found.holds:
+            found = board.holding(trial, which.gpus)
+            if found is not None:
                 load, priced = trial, found
                 option = (len(load.pieces), priced.worth, load, priced)
                 if best is None or option[:2] > best[:2]:

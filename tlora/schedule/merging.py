@@ -121,8 +121,8 @@ class Merging:
         gpus = gpus[: min(useful_replicas(load), widest or len(gpus))]
         if board.pricing.is_hopeless(load, len(gpus)):
             return None
-        priced = board.price(load, gpus)
-        if not priced.holds:
+        priced = board.holding(load, gpus)
+        if priced is None:
             return None
         gain = priced.worth - seed.priced.worth - sum(each.priced.worth for each in others)
         contents = [*((each, None, (), None) for each in others), (seed, load, gpus, priced)]

@@ -82,6 +82,19 @@ class Piece:
     density: float
     """The same per token."""
 
+    rank: int
+    """In order of arrival."""
+
+    useful: int
+    """GPUs that it could use alone: more than it has sequences are of no use."""
+
+    share: tuple[float, float, float, float, float]
+    """What it adds to a round with its whole batch: seconds beside the rows, sequences, seconds of
+    its step, parameters, and `worth_s`."""
+
+    looseness: float
+    """Its bound x the user's own weight."""
+
     credit: Mapping[str, float]
     """Of the tenants, by name; kept up to date by `Pieces`."""
 
@@ -120,11 +133,6 @@ class Piece:
         done_s = job.steps_done * self.figures.solo_step_s
         behind = (job.fair_s + FRESH_S) / (done_s + FRESH_S)
         return behind / request.slowdown_bound * self.credit.get(request.tenant, 1.0)
-
-    @property
-    def rank(self) -> int:
-        """In order of arrival."""
-        return self.job.number
 
     @property
     def alone(self) -> "Load":
@@ -172,11 +180,14 @@ class Load:
         "latent",
         "limit_s",
         "longest",
+        "loosest",
+        "mistake",
         "needs",
         "parameters",
         "pieces",
         "pressed",
         "prices",
+        "refused",
         "sequences",
         "step_s",
         "thinnest",
@@ -211,6 +222,8 @@ class Load:
     """GPUs' worth per token, of the job that has most of it."""
 
     thinnest: float
+    loosest: float
+    """The largest `looseness`."""
 
     def __init__(self, pieces: tuple[Piece, ...]) -> None:
         """`load_of` and `plus` fill it."""
@@ -219,7 +232,12 @@ class Load:
         self.prices: dict[int | tuple[int, float], Priced] = {}
         """What was asked already, by the GPUs that it was asked for."""
 
+        self.refused: dict[int | tuple[int, float], int] = {}
+        """Where nothing holds, and no price was worked out: the buckets that were asked about."""
+
         self.wholes: dict[int | tuple[int, float], Whole] = {}
+        self.mistake: float | None = None
+        """Of predictions; None until somebody asked."""
 
         self._more: dict[Piece, Load] = {}
         self._less: dict[Piece, Load] = {}
@@ -260,6 +278,7 @@ class Load:
             pressed,
         )
         self.prices = {}
+        self.refused = {}
         self.dues = self.pieces[0].dues
 
     def exchanged(self, gone: Piece, come: Piece) -> "Load":
@@ -287,13 +306,15 @@ class Load:
         found.longest = longest if longest > self.longest else self.longest
         found.densest = density if density > self.densest else self.densest
         found.thinnest = density if density < self.thinnest else self.thinnest
+        looseness = piece.looseness
+        found.loosest = looseness if looseness > self.loosest else self.loosest
         return found
 
 
 def load_of(pieces: Sequence[Piece]) -> Load:
     """Of at least one job."""
     tokens = beside_s = sequences = step_s = parameters = 0.0
-    worth = fair_tokens = needs = latent = densest = 0.0
+    worth = fair_tokens = needs = latent = densest = loosest = 0.0
     limit_s = thinnest = float("inf")
     pressed, longest = "", 0
     for piece in pieces:
@@ -316,12 +337,14 @@ def load_of(pieces: Sequence[Piece]) -> Load:
             densest = piece.density
         if piece.density < thinnest:
             thinnest = piece.density
+        if piece.looseness > loosest:
+            loosest = piece.looseness
     load = Load(tuple(pieces))
     load.tokens, load.beside_s, load.sequences = tokens, beside_s, sequences
     load.step_s, load.parameters, load.worth = step_s, parameters, worth
     load.fair_tokens, load.needs, load.latent = fair_tokens, needs, latent
     load.limit_s, load.pressed, load.longest = limit_s, pressed, longest
-    load.densest, load.thinnest = densest, thinnest
+    load.densest, load.thinnest, load.loosest = densest, thinnest, loosest
     return load
 
 
@@ -334,6 +357,7 @@ def _load_of_one(piece: Piece) -> Load:
     load.worth, load.fair_tokens, load.needs = piece.worth_s, piece.weight, piece.needs
     load.latent, load.limit_s, load.pressed = figures.latent, piece.limit_s, piece.name
     load.longest, load.densest, load.thinnest = figures.longest, piece.density, piece.density
+    load.loosest = piece.looseness
     return load
 
 
@@ -445,6 +469,16 @@ def new_piece(job: JobState, costs: Costs, credit: Mapping[str, float]) -> Piece
         figures=figures,
         worth_s=worth_s,
         density=worth_s / figures.batch_tokens,
+        rank=job.number,
+        useful=max(1, int(figures.whole.sequences + 1e-9)),
+        share=(
+            figures.beside_s,
+            figures.whole.sequences,
+            figures.whole.step_s,
+            figures.whole.parameters,
+            worth_s,
+        ),
+        looseness=request.slowdown_bound * request.load.weight,
         credit=credit,
     )
 

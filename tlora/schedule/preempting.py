@@ -143,8 +143,8 @@ def _make_way_for(board: Board, piece: Piece, settings: Settings) -> None:
         gone.append(board.bins[name])
         gpus = (*gpus, *board.bins[name].gpus)
         mine = gpus[-useful:]
-        priced = board.price(alone, mine)
-        if not priced.holds:
+        priced = board.holding(alone, mine)
+        if priced is None:
             if len(gpus) > useful:
                 gone, gpus = [], tuple(sorted(board.free))
             continue

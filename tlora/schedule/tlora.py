@@ -113,7 +113,8 @@ class Tlora(Policy):
             make_way(board, self.settings)
         if board.free:
             movable = self._movable(state, _pressed(board))
-            spread(board, self.tolls, {piece.name for piece in movable}, self._widest)
+            names = {piece.name for piece in movable}
+            spread(board, self.tolls, names, self._widest, uncounted=True)
         self._relieve(board)
         if ticks:
             movable = self._movable(state, pieces.values())
@@ -165,16 +166,17 @@ class Tlora(Policy):
 
     def _relieve(self, board: Board) -> None:
         """Jobs of groups whose bounds are broken, because dues rose or a GPU became slow."""
-        broken = [
-            piece
-            for base in board.bases
-            for which in board.pressed(base, RUNNING_LOOKED_AT)
-            if not which.priced.holds
-            for piece in which.load.pieces
+        pressed = [
+            which for base in board.bases for which in board.pressed(base, RUNNING_LOOKED_AT)
         ]
-        if broken:
-            those = self._movable(board.state, broken)[:RUNNING_LOOKED_AT]
-            improve(board, self.tolls, those, budget=self.settings.budget, widest=self._widest)
+        if all(board.pricing.does_hold(which.load, which.gpus) for which in pressed):
+            return
+        # The prices of all are known to the board then, and not counted again.
+        broken = [
+            piece for which in pressed if not which.priced.holds for piece in which.load.pieces
+        ]
+        those = self._movable(board.state, broken)[:RUNNING_LOOKED_AT]
+        improve(board, self.tolls, those, budget=self.settings.budget, widest=self._widest)
 
     def _movable(self, state: State, pieces: Iterable[Piece]) -> list[Piece]:
         """Those that may be moved now: not just placed, not moved too often."""

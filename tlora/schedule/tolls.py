@@ -6,6 +6,7 @@ nearly through: they would not live to see the gain.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from tlora.costs.groups import Costs
 from tlora.schedule.board import Bin, Board
@@ -18,10 +19,20 @@ HYSTERESIS = 2.0
 """A change must earn its toll so many times."""
 
 
+class _Seconds(NamedTuple):
+    """Of one base."""
+
+    start: float
+    move: float
+    leave: float
+    join: float
+
+
 class Tolls:
     def __init__(self, costs: Costs, horizon_s: float = HORIZON_S) -> None:
         self.costs = costs
         self.horizon_s = horizon_s
+        self._kept: dict[str, _Seconds] = {}
 
     def of_change(
         self,
@@ -53,14 +64,21 @@ class Tolls:
         old = piece.job.group
         if old is None or old == target:
             return 0.0
-        base = piece.base
+        seconds = self._kept.get(piece.base) or self._seconds(piece.base)
         # Its own standing still, and that of the groups it leaves and joins.
-        own = self.costs.start_s(base) if is_new else self.costs.move_s(base)
-        lost = own * piece.gpus
+        lost = (seconds.start if is_new else seconds.move) * piece.gpus
         source = board.bins.get(old)
         if source is not None:
-            lost += self.costs.leave_s(base) * source.priced.worth
+            lost += seconds.leave * source.priced.worth
         if target is not None and target in board.bins:
-            lost += self.costs.join_s(base) * board.bins[target].priced.worth
+            lost += seconds.join * board.bins[target].priced.worth
         remaining_s = piece.job.remaining_steps * piece.figures.solo_step_s
         return lost * max(1.0, self.horizon_s / max(remaining_s, 1e-9))
+
+    def _seconds(self, base: str) -> _Seconds:
+        costs = self.costs
+        found = _Seconds(
+            costs.start_s(base), costs.move_s(base), costs.leave_s(base), costs.join_s(base)
+        )
+        self._kept[base] = found
+        return found

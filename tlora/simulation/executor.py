@@ -175,8 +175,9 @@ class SimulatedExecutor:
         return events
 
     def progress(self) -> dict[str, float]:
+        now = self.clock.now()
         for group in self._groups.values():
-            self._catch_up(group)
+            self._bring_up_to(now, group)
         steps = self._steps
         return {job: steps[job] for job in [*self._group_of, *self._lost]}
 
@@ -335,7 +336,10 @@ class SimulatedExecutor:
 
     def _catch_up(self, group: _Group) -> None:
         """Brings the steps of its jobs up to now."""
-        now, since = self.clock.now(), group.since
+        self._bring_up_to(self.clock.now(), group)
+
+    def _bring_up_to(self, now: float, group: _Group) -> None:
+        since = group.since
         if group.stalled_until > since:
             since = group.stalled_until
         seconds = now - since

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tlora.control import Loop
+from tlora.control.loop import uncollected
 from tlora.core.clock import ManualClock
 from tlora.core.cluster import Cluster
 from tlora.core.event import Event
@@ -87,11 +88,12 @@ def simulate(
     loop = Loop(state=state, policy=decider, executor=executor, store=recorder, clock=clock)
     told = 0
     # What befalls an empty cluster after the last job is of no interest.
-    while state.jobs or recorder.done < len(requests):
-        loop.step()
-        if on_progress is not None and recorder.done > told:
-            told = recorder.done
-            on_progress(told)
+    with uncollected():
+        while state.jobs or recorder.done < len(requests):
+            loop.step()
+            if on_progress is not None and recorder.done > told:
+                told = recorder.done
+                on_progress(told)
     metrics = measure(
         recorder,
         known,
