@@ -177,10 +177,13 @@ def restore(driver: JobDriver, checkpoint: Checkpoint, *, data_key: str) -> None
     driver.restore(checkpoint.progress)
 
 
-def load_super_model(spec: RunSpec, device: torch.device) -> SuperModel:
+def load_super_model(
+    spec: RunSpec, device: torch.device, *, reserve_rows: int | None = None
+) -> SuperModel:
+    """With rows for all jobs of the run, unless another number is known to do."""
     return SuperModel(
         load_base(spec.base, device),
-        reserve_rows=sum(job.lora.r for job in spec.jobs),
+        reserve_rows=reserve_rows or sum(job.lora.r for job in spec.jobs),
         per_sequence=spec.engine.isolation == "exact",
         gradient_checkpointing=spec.engine.gradient_checkpointing,
         compiled=compiles(spec, device),
