@@ -16,6 +16,7 @@ import cProfile
 import json
 import os
 import pstats
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from tlora.kernels.multi_lora.tables import Segment
 from tlora.model.packing import PackedBatch, Share, pack
 from tlora.model.snapshot import InBackground
 from tlora.model.super_model import SuperModel, of_weights
+from tlora.runtime.benchmark.record import commit
 from tlora.training import moving
 from tlora.training.engine import Engine
 from tlora.training.optimiser import PooledRows
@@ -233,6 +235,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     line = {
         "v": 1,
         "kind": "host_work",
+        "command": " ".join(sys.argv),
+        "commit": commit(),
         "label": options.label,
         "jobs": JOBS,
         "layers": LAYERS,

@@ -139,10 +139,13 @@ def leave_report(root: Path, progress: Progress) -> None:
         progress.say(f"the report could not be written: {error}")
 
 
-def load_super_model(spec: RunSpec, device: torch.device) -> SuperModel:
+def load_super_model(
+    spec: RunSpec, device: torch.device, *, reserve_rows: int | None = None
+) -> SuperModel:
+    """With rows for all jobs of the run, unless another number is known to do."""
     return SuperModel(
         load_base(spec.base, device),
-        reserve_rows=sum(job.lora.r for job in spec.jobs),
+        reserve_rows=reserve_rows or sum(job.lora.r for job in spec.jobs),
         per_sequence=spec.engine.isolation == "exact",
         gradient_checkpointing=spec.engine.gradient_checkpointing,
         compiled=compiles(spec, device),

@@ -172,6 +172,7 @@ def serve(
     limit_tokens: int | None,
     exact_tokens: int | None,
     asks: bool,
+    reserve_rows: int | None,
     threads: int | None,
 ) -> None:
     """The life of a worker process."""
@@ -181,7 +182,9 @@ def serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if threads is not None:
         torch.set_num_threads(threads)
-    settings = WorkerSettings(Path(directory), device, limit_tokens, exact_tokens, asks)
+    settings = WorkerSettings(
+        Path(directory), device, limit_tokens, exact_tokens, asks, reserve_rows
+    )
     outbox = _Outbox(connection)
     try:
         worker = Worker(settings, outbox.put)

@@ -79,6 +79,9 @@ class WorkerSettings:
     """Jobs are trials of a sweep: each asks after every evaluation whether it is to go on. Of their
     adapters, only the winner's logits are looked at, in the end."""
 
+    reserve_rows: int | None = None
+    """Rank rows that the pool is made for; None: for all jobs of the run."""
+
 
 class Worker:
     def __init__(self, settings: WorkerSettings, tell: Tell) -> None:
@@ -93,7 +96,7 @@ class Worker:
         if device.type == "cuda":
             # Kernels are launched on the current device, whatever their tensors are on.
             torch.cuda.set_device(device)
-        self.model = load_super_model(self.spec, device)
+        self.model = load_super_model(self.spec, device, reserve_rows=settings.reserve_rows)
         exact = settings.exact_tokens
         self.engine = Engine(
             self.model, budget_tokens=exact or settings.limit_tokens or 1, exact=exact is not None

@@ -43,7 +43,7 @@ from tlora.runtime.sweeps.course import Course
 from tlora.runtime.sweeps.prices import together_rate, tokens_with_evaluations
 from tlora.runtime.sweeps.replaying import as_tree, check_unchanged, known_turns, replay
 from tlora.runtime.sweeps.report import write_sweep_report
-from tlora.runtime.sweeps.room import room_bytes
+from tlora.runtime.sweeps.room import room_bytes, worker_rows
 from tlora.runtime.sweeps.tasks_view import TasksView, closing_task_lines, plan_lines
 from tlora.runtime.sweeps.trials import MadeTrial, TrialMaker, representatives
 from tlora.runtime.sweeps.tune import SweepDirectory, begin, kept_winner, make_trials, study_of
@@ -303,8 +303,11 @@ class TaskSweep:
             exact = self.outset.budget
         limit = None if isinstance(number, str) else number
         root = self.directory.root.resolve()
+        rows = worker_rows(
+            self.outset.sized, self.outset.room, self.outset.specs, devices=len(self.names)
+        )
         workers = start(
-            [WorkerSettings(root, name, limit, exact, asks=True) for name in self.names]
+            [WorkerSettings(root, name, limit, exact, True, rows) for name in self.names]
         )
         clock = workers.clock
         conductor = Conductor(

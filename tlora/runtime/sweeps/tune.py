@@ -8,7 +8,7 @@ import torch
 
 from tlora.config import dump_spec
 from tlora.core.errors import AdapterError
-from tlora.core.job import JobSpec, RunSpec
+from tlora.core.job import RunSpec
 from tlora.core.sweep import Params, SweepSpec
 from tlora.data.prepare import PreparedData
 from tlora.model.loading import load_shape, resolve_device
@@ -25,7 +25,7 @@ from tlora.runtime.sinks import Sinks, check_trackers
 from tlora.runtime.sweeps.course import Course
 from tlora.runtime.sweeps.replaying import as_tree, known_turns, replay
 from tlora.runtime.sweeps.report import write_sweep_report
-from tlora.runtime.sweeps.room import room_bytes
+from tlora.runtime.sweeps.room import at_once, room_bytes
 from tlora.runtime.sweeps.running import SweepRunner
 from tlora.runtime.sweeps.trials import (
     MadeTrial,
@@ -227,18 +227,6 @@ def make_trials(spec: SweepSpec, maker: TrialMaker, turns: list[StudyTurn]) -> d
         if plan.parent is not None:
             made |= maker.make({plan.name: plan.params}, parent=plan.parent)
     return made
-
-
-def at_once(made: dict[str, MadeTrial], room: float | None, spec: SweepSpec) -> tuple[JobSpec, ...]:
-    """The trials that the pool is made for: as many of the largest as may be attached together."""
-    largest = sorted(made.values(), key=lambda each: -each.plan.adapter_bytes)
-    most, taken, used = spec.search.max_parallel, list[JobSpec](), 0.0
-    for each in largest:
-        used += each.plan.adapter_bytes
-        if taken and ((room is not None and used > room) or len(taken) == most):
-            break
-        taken.append(each.job)
-    return tuple(taken)
 
 
 def begin(runner: Course, turns: list[StudyTurn], take_up: Callable[[], None]) -> None:
