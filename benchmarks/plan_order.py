@@ -129,10 +129,10 @@ def trained(jobs: tuple[Job, ...], plan: Plan, steps: int) -> list[float]:
     """Processor seconds of each turn on this rank."""
     import torch.distributed as dist
 
+    from tlora.core.dealing import Load, deal_jobs
     from tlora.core.job import BaseSpec, DataSpec, JobSpec, LoraSpec, TrainSpec
     from tlora.core.sequence import TokenSequence
     from tlora.parallel.counting import Counts
-    from tlora.parallel.dealing import Load, deal_jobs
     from tlora.training.driver import JobDriver
     from tlora.training.group_engine import GroupEngine
     from tlora.training.group_loop import run_group

@@ -101,8 +101,8 @@ def test_a_group_of_one_trains_as_an_engine(spanning: bool, device: torch.device
 def test_layers_in_shards_compute_what_whole_ones_do(
     kind: str, device: torch.device, tmp_path: Path
 ) -> None:
-    """Compiled by inductor, their weights freed after each layer and back before its backward. Those
-    are in bfloat16: attention in float32 is not compiled on a GPU."""
+    """Compiled by inductor, their weights freed after each layer and back before its backward.
+    These are in bfloat16: attention in float32 is not compiled on a GPU."""
     from support import rank_work
 
     rank_work.save_variant(kind, tmp_path)

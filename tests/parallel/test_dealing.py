@@ -8,6 +8,7 @@ from tlora.core.dealing import Load
 from tlora.core.plan import Plan
 from tlora.parallel.dealing import Move, deal_sequences, moves_to_balance
 from tlora.parallel.mesh import Place, check_runs, place_of
+from tlora.training.group_engine import Part
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
@@ -89,3 +90,16 @@ def test_a_plan_of_another_size_is_refused() -> None:
     """With both numbers."""
     with pytest.raises(ValueError, match=r"4 ranks.*there are 3"):
         check_runs(Plan(bucket=64, replicas=2, fsdp=2), 3)
+
+
+def test_small_batches_of_several_jobs_do_not_all_begin_at_one_rank() -> None:
+    """Three jobs of one sequence over two ranks: at every step each rank has one or two of them,
+    and over two steps each has three."""
+    parts = [[Part(rank, 2, number=number) for number in range(3)] for rank in range(2)]
+    taken = [
+        [sum(part.own([7], first=step)[0] for part in own) for own in parts] for step in (0, 1)
+    ]
+    assert sorted(taken) == [[1, 2], [2, 1]]
+    # Without their numbers all three would be on one.
+    alike = [Part(0, 2) for _ in range(3)]
+    assert [sum(part.own([7], first=step)[0] for part in alike) for step in (0, 1)] == [3, 0]

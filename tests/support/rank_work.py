@@ -331,7 +331,7 @@ def break_twin(twin: str):
     from tlora.training import group_engine, optimiser
 
     right_sum, right_norm = group_engine.sum_in_order, optimiser.gradient_norm
-    right_own = group_engine._Part.own
+    right_own = group_engine.Part.own
 
     def twice(tensors, figures, **settings):
         sums = right_sum(tensors, figures, **settings)
@@ -360,13 +360,13 @@ def break_twin(twin: str):
         group_engine.sum_in_order = of_one_rank
         optimiser.gradient_norm = lambda rows: norms.pop(0) if norms else right_norm(rows)
     elif twin == "every rank runs all":
-        group_engine._Part.own = all_of_it
+        group_engine.Part.own = all_of_it
     else:
         raise ValueError(twin)
 
     def undo() -> None:
         group_engine.sum_in_order, optimiser.gradient_norm = right_sum, right_norm
-        group_engine._Part.own = right_own
+        group_engine.Part.own = right_own
 
     return undo
 

@@ -3,7 +3,7 @@
 import datetime
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,20 +44,42 @@ def check_runs(plan: Plan, world: int) -> None:
         )
 
 
+SHARE_GPUS = "TLORA_SHARE_GPUS"
+"""Set to 1 where ranks are to share the GPUs of their node: a plan is tried that has more ranks."""
+
+
+def shares_gpus() -> bool:
+    return os.environ.get(SHARE_GPUS) == "1"
+
+
+class Link(NamedTuple):
+    """What a rank computes on, and what it talks to the others by."""
+
+    device: torch.device
+    backend: str
+
+
+def link_of(local: int, gpus: int, *, share: bool) -> Link:
+    """Of a rank by its number on its node, which has so many GPUs: nccl where each rank has one,
+    else gloo. Ranks that share one speak by gloo too, by way of the host: nccl refuses them."""
+    if share and gpus:
+        return Link(torch.device(f"cuda:{local % gpus}"), "gloo")
+    if local < gpus:
+        return Link(torch.device(f"cuda:{local}"), "cuda:nccl,cpu:gloo")
+    return Link(torch.device("cpu"), "gloo")
+
+
 def join(*, timeout_s: float = 600.0) -> torch.device:
-    """Enter the group that the environment describes (torchrun's variables), by nccl with a GPU for
-    each rank of this node or by gloo: this rank's device."""
+    """Enter the group that the environment describes (torchrun's variables): this rank's device."""
     # Read here and nowhere else.
     local = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
-    on_gpus = torch.cuda.is_available() and torch.cuda.device_count() > local
-    device = torch.device(f"cuda:{local}" if on_gpus else "cpu")
-    if on_gpus:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device, backend = link_of(local, gpus, share=shares_gpus())
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group(
-            "cuda:nccl,cpu:gloo" if on_gpus else "gloo",
-            timeout=datetime.timedelta(seconds=timeout_s),
-            **_launched(timeout_s),
+            backend, timeout=datetime.timedelta(seconds=timeout_s), **_launched(timeout_s)
         )
     return device
 

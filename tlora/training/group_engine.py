@@ -119,7 +119,9 @@ class GroupEngine(Engine):
         self._lock_step = LockStep(counts)
         self._sharded = sharded
         self._spans = spans
-        self._part = _Part(dist.get_rank(), dist.get_world_size())
+        self._num_spanned = 0
+        """Jobs that span ranks and were attached so far."""
+
         self._broke_off = False
         self._crowded = False
         self._unfit_rows = 0
@@ -144,7 +146,10 @@ class GroupEngine(Engine):
     def attach(self, name: str, *arguments: Any, **settings: Any) -> None:
         super().attach(name, *arguments, **settings)
         if self._spans(name):
-            self._jobs[name].part = self._part
+            self._jobs[name].part = Part(
+                dist.get_rank(), dist.get_world_size(), number=self._num_spanned
+            )
+            self._num_spanned += 1
 
     def detach(self, name: str) -> None:
         """One that spans ranks leaves all of them between the same two nano-batches."""
@@ -441,15 +446,20 @@ def _pass_of(kind: Kind) -> Pass:
     return Pass.TRAIN if kind is Kind.TRAIN else Pass.FORWARD
 
 
-class _Part:
-    """Of a rank, in every job that spans all ranks."""
+class Part:
+    """Of a rank, in a job that spans all ranks."""
 
-    def __init__(self, rank: int, num_ranks: int) -> None:
+    def __init__(self, rank: int, num_ranks: int, *, number: int = 0) -> None:
+        """`number` is the job's, in the order that all ranks attached them: small batches of
+        several jobs begin at one rank each, where they would all go to the same one."""
         self._rank = rank
         self._num_ranks = num_ranks
+        self._number = number
 
     def own(self, lengths: Sequence[int], *, first: int) -> list[bool]:
-        ranks = deal_sequences(lengths, self._num_ranks, first=first % self._num_ranks)
+        """`first` moves the rank that comes first, from one batch to the next."""
+        first = (self._number + first) % self._num_ranks
+        ranks = deal_sequences(lengths, self._num_ranks, first=first)
         return [rank == self._rank for rank in ranks]
 
 

@@ -29,7 +29,7 @@ from tlora.model.loading import load_shape, resolve_device
 from tlora.model.targets import find_targets
 from tlora.parallel.counting import Counts
 from tlora.parallel.exchange import exchange
-from tlora.parallel.mesh import check_runs, join
+from tlora.parallel.mesh import check_runs, join, shares_gpus
 from tlora.parallel.sharding import check_kept_layers, follows_another, layers_to_shard
 from tlora.runtime.budget import nano_batch_tokens
 from tlora.runtime.checking import check_targets, context_length, prepare_jobs
@@ -75,7 +75,8 @@ def train_in_group(
     as it is where plans are chosen."""
     progress = progress or choose_progress()
     whole = _Whole(spec, plan, Path(output), progress)
-    names = device_names(whole.device, plan.gpus)
+    # As many as there are ranks, unless they are to share them.
+    names = device_names(whole.device, 1 if shares_gpus() else plan.gpus)
     threads = None if names[0].startswith("cuda") else 1
     stopped = False
     try:

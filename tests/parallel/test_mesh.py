@@ -1,0 +1,26 @@
+"""What a rank computes on and talks by, from its place and the GPUs there are."""
+
+import pytest
+
+from tlora.parallel.mesh import link_of
+
+NCCL = "cuda:nccl,cpu:gloo"
+
+
+@pytest.mark.parametrize(
+    ("local", "gpus", "share", "device", "backend"),
+    [
+        (1, 2, False, "cuda:1", NCCL),
+        (1, 1, False, "cpu", "gloo"),
+        (0, 0, True, "cpu", "gloo"),
+        (1, 1, True, "cuda:0", "gloo"),
+        (3, 2, True, "cuda:1", "gloo"),
+        (0, 2, True, "cuda:0", "gloo"),
+    ],
+)
+def test_ranks_speak_by_nccl_only_where_each_has_a_gpu(
+    local: int, gpus: int, share: bool, device: str, backend: str
+) -> None:
+    """Where some share one all of them speak by gloo: a group has one language."""
+    link = link_of(local, gpus, share=share)
+    assert (str(link.device), link.backend) == (device, backend)
