@@ -1,0 +1,60 @@
+"""What a rank says of itself, and what it does when another is silent; without processes."""
+
+import os
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+
+from tlora.runtime.group import heartbeat
+from tlora.runtime.group.heartbeat import ENDED, Heartbeat
+
+
+@pytest.fixture
+def store(monkeypatch) -> dist.Store:
+    """That all ranks meet at; they need not wait for each other, and beat when told to."""
+    found = dist.HashStore()
+    monkeypatch.setattr(heartbeat, "_store", lambda: found)
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: None)
+    return found
+
+
+def beating(lost: Callable[[str], None] = lambda cause: None) -> Heartbeat:
+    return Heartbeat(0, 2, name="g", lost=lost)
+
+
+def test_a_rank_that_has_ended_says_no_more(store) -> None:
+    """A beat that was under way when it was closed would look as if it had gone silent; before
+    that, beats are told."""
+    rank = beating()
+    said = rank._store.get("0")
+    rank._beat()
+    assert rank._store.get("0") != said
+    rank.close()
+    rank._beat()
+    assert rank._store.get("0").decode() == ENDED
+
+
+class Left(BaseException):
+    """Instead of the end of this process."""
+
+
+def test_a_note_that_cannot_be_written_does_not_keep_a_rank_from_ending(store, monkeypatch) -> None:
+    """A full disk: the process ends all the same, and not if it is closed meanwhile."""
+
+    def full(cause: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    def leave(code: int) -> None:
+        raise Left(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(heartbeat, "GRACE_S", 0.0)
+    rank = beating(full)
+    with pytest.raises(Left):
+        rank._end(99.0)
+    rank.close()
+    with pytest.raises(OSError, match="No space"):
+        rank._end(99.0)
