@@ -243,7 +243,8 @@ def measured(told: list[dict[str, Any]], case: str, place: int, steps: int) -> l
 
 
 def compare(told: list[dict[str, Any]], profile: Path, steps: int) -> dict[str, Any]:
-    link = Link(**{name: min(each["links"][name] for each in told) for name in told[0]["links"]})
+    links = {name: min(each["links"][name] for each in told) for name in told[0]["links"]}
+    link = Link(**links, overlaps=False)
     rows, agreed, compared = [], 0, 0
     for case, (jobs, plans) in CASES.items():
         found = []

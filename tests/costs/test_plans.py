@@ -152,6 +152,18 @@ def test_gathers_hide_behind_large_nano_batches_and_not_behind_small_ones() -> N
     assert priced(eight(1), replace(plan, bucket=512)).communication_share > 0.2
 
 
+def test_between_processes_nothing_hides() -> None:
+    """The processor that computes is the one that copies: every layer waits for its gathers."""
+    plan = Plan(fsdp=8, bucket=8192, adapters="rank_local")
+    link = Link(bytes_per_s=1e12, latency_s=1e-3)
+    beside, alone = (
+        priced(eight(16), plan, costs_of(uniform_cluster(8, links=(each, each, each))))
+        for each in (link, replace(link, overlaps=False))
+    )
+    gathered = LAYOUT.gathered_bytes(LAYOUT.layers[0], 8) * 7 / 8 / 1e12 + 1e-3
+    assert alone.waiting_s - beside.waiting_s == pytest.approx(62 * gathered, rel=1e-6)
+
+
 def test_all_layers_kept_leave_the_tables_to_be_gathered() -> None:
     """And one call less per layer and direction before that."""
     plan = Plan(fsdp=8, bucket=2048, adapters="rank_local")

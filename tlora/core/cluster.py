@@ -32,6 +32,9 @@ class Link:
     latency_s: float
     """Of one collective operation."""
 
+    overlaps: bool = True
+    """Data moves beside the work. Not between processes, whose processors do both."""
+
 
 LINKS = {
     Tier.NODE: Link(bytes_per_s=300e9, latency_s=30e-6),
@@ -41,7 +44,7 @@ LINKS = {
 """Assumed, not measured: a switch between the GPUs of a node, 400 Gb/s per GPU out of it, half of
 that out of the rack."""
 
-PROCESS_LINK = Link(bytes_per_s=0.6e9, latency_s=5e-4)
+PROCESS_LINK = Link(bytes_per_s=0.6e9, latency_s=5e-4, overlaps=False)
 """Between two one-thread processes of one machine, by gloo: measured by benchmarks/plan_order.py on
 a busy CPU of two cores."""
 

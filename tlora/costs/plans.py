@@ -6,10 +6,10 @@ nano-batch. For a plan of replicas with data-parallel adapters the seconds are t
 but for the control element and for how gradients are summed.
 
 A sharded base is gathered layer by layer, a layer ahead of the one at work, so that per layer the
-longer of computing and gathering counts; the first layer of each direction is waited for, and so
-are embeddings and head. A job that spans ranks has its gradients summed in order, a part on each
-rank, and the sums gathered. Tensor and pipeline parallel plans are priced by arithmetic alone, and
-nothing runs them yet.
+longer of computing and gathering counts (their sum where a link does not overlap with work); the
+first layer of each direction is waited for, and so are embeddings and head. A job that spans ranks
+has its gradients summed in order, a part on each rank, and the sums gathered. Tensor and pipeline
+parallel plans are priced by arithmetic alone, and nothing runs them yet.
 """
 
 import math
@@ -369,6 +369,8 @@ class _Links:
         again = layout.layers[plan.kept_layers :: plan.pp]
         part = 1 - layout.head_parameters / layout.matmul_parameters
         at_work = seconds * part / 2 / (len(layout.layers) / plan.pp)
+        if self.link is not None and not self.link.overlaps:
+            at_work = 0.0
         groups = self._groups(plan.tp, plan.fsdp)
         waits = sum(
             self._gather_s(layout.gathered_bytes(unit, plan.fsdp), groups)
