@@ -313,7 +313,7 @@ def without_ranks(monkeypatch: pytest.MonkeyPatch, *losses: supervisor.Loss) -> 
         def __init__(self, *about, **settings) -> None:
             pass
 
-        def watch(self, hear, should_stop) -> supervisor.Loss | None:
+        def watch(self, hear, should_stop, asked) -> supervisor.Loss | None:
             return ends.pop(0)
 
         def close(self) -> None:

@@ -50,11 +50,15 @@ def test_a_note_that_cannot_be_written_does_not_keep_a_rank_from_ending(store, m
     def leave(code: int) -> None:
         raise Left(code)
 
+    def closed_meanwhile(cause: str) -> None:
+        rank.close()
+        full(cause)
+
     monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(heartbeat, "GRACE_S", 0.0)
-    rank = beating(full)
-    with pytest.raises(Left):
-        rank._end(99.0)
-    rank.close()
-    with pytest.raises(OSError, match="No space"):
-        rank._end(99.0)
+    for name in ("GRACE_S", "BEAT_S"):
+        monkeypatch.setattr(heartbeat, name, 0.0)
+    for lost, end in ((full, Left), (closed_meanwhile, OSError)):
+        rank = beating(lost)
+        rank._seen_at -= 2 * heartbeat.HANG_S
+        with pytest.raises(end):
+            rank._keep_watch()
