@@ -41,7 +41,7 @@ def without_decision_time(metrics: Metrics) -> dict[str, object]:
 
 def enough_jobs(policy: str) -> int:
     """A solver that plans anew at every event takes a second for each."""
-    return 20 if policy == "makespan" else 60
+    return 40 if policy == "makespan" else 60
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))
