@@ -1,6 +1,7 @@
 """Ranks that a launcher has started again: what is over is seen before anything is loaded."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,34 @@ def test_a_rank_that_is_started_again_after_all_jobs_ended_says_what_failed(
         main(["train", str(tmp_path / "jobs.yaml"), "--output", str(tmp_path / "run")])
     assert ended.value.code == 1
     assert ("failed: one; the reasons are in" in capsys.readouterr().err) == (rank == 0)
+
+
+class Trained(BaseException):
+    """Instead of the rest of the run."""
+
+
+def test_a_job_that_was_submitted_is_gone_on_with_after_those_of_the_file_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It belongs to the run as they do; without it there would be nothing left."""
+    data = {"path": str(write_rows(tmp_path / "rows.jsonl", 4))}
+    both = load_spec(
+        job_file(tmp_path, {"name": "one", "data": data}, {"name": "two", "data": data})
+    )
+    (tmp_path / "jobs.yaml").write_text(dump_spec(replace(both, jobs=both.jobs[:1])))
+    root = leave_results(tmp_path / "run", one="failed")
+    (root / "resolved.yaml").write_text(dump_spec(both))
+    (root / "run.json").write_text(json.dumps({"submitted": ["two"]}))
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 2), ("TORCHELASTIC_RESTART_COUNT", 1)):
+        monkeypatch.setenv(name, str(value))
+
+    def trained(run: object, plan: object) -> None:
+        raise Trained
+
+    monkeypatch.setattr("tlora.cli.train._Run.with_plan", trained)
+    command = ["train", str(tmp_path / "jobs.yaml"), "--output", str(root)]
+    with pytest.raises(Trained):
+        main(command)
+    (root / "run.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        main(command)

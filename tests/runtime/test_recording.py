@@ -7,6 +7,8 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.kills import adapter_bytes, curves
@@ -17,7 +19,10 @@ import tlora
 from tlora.model import super_model
 from tlora.model.snapshot import InBackground
 from tlora.runtime import exporting, recording
+from tlora.runtime.directory import RunDirectory
 from tlora.runtime.progress import ProgressLines
+from tlora.runtime.recording import Recorder
+from tlora.runtime.resuming import Resumption
 from tlora.runtime.sinks import Sinks
 from tlora.runtime.writing import Writer
 from tlora.training.checkpoint import checkpoints, load_checkpoint
@@ -313,3 +318,18 @@ def test_a_job_of_which_a_line_is_missing_is_not_saved(base, rows, tmp_path, mon
     assert not train(spec_of(base, rows), output)[0].failed
     steps = [line[1] for line in curves(output, "long") if line[0] == "train"]
     assert steps == list(range(1, STEPS + 1))
+
+
+def test_a_job_that_begins_again_has_its_metrics_in_the_file(tmp_path) -> None:
+    """In a process that has written some: they are cut off, and the next ones are not lost."""
+    directory = RunDirectory(tmp_path)
+    recorder = Recorder.__new__(Recorder)
+    recorder.directory, recorder.results = directory, []
+    recorder._unrecorded, recorder._unwritten, recorder._resumed = set(), {}, []
+    metrics = directory.job("a") / "metrics.jsonl"
+    directory.append(metrics, {"step": 9})
+    driver: Any = SimpleNamespace(name="a")
+    recorder.resume(driver, Resumption())
+    assert metrics.read_text() == ""
+    directory.append(metrics, {"step": 1})
+    assert json.loads(metrics.read_text()) == {"step": 1}

@@ -79,7 +79,6 @@ def train(
     if started is not None and started.attempt:
         # What the first attempt has trained is to be gone on with.
         fresh = False
-        _end_if_failed(failed_before(folder, [job.name for job in spec.jobs]), folder, started)
     if fresh and not yes:
         ask_to_start_over(folder)
     if not fresh:
@@ -87,6 +86,8 @@ def train(
 
         # Plans are made for these, too.
         spec = with_submitted(spec, folder)
+    if started is not None and started.attempt:
+        _end_if_failed(failed_before(folder, [job.name for job in spec.jobs]), folder, started)
 
     run = _Run(spec, folder, devices, fresh=fresh, profile=profile, started=started)
     if plan is not None:

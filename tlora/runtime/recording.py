@@ -126,14 +126,14 @@ class Recorder:
         self._unrecorded.discard(driver.name)
         self._unwritten.pop(driver.name, None)
         (self.directory.job(driver.name) / "result.json").unlink(missing_ok=True)
+        checkpoint = found.checkpoint
+        size = 0 if checkpoint is None else int(str(checkpoint.progress["metrics_bytes"]))
         metrics = self._metrics_path(driver)
-        if found.checkpoint is None:
-            metrics.unlink(missing_ok=True)
-            return
-        size = int(str(found.checkpoint.progress["metrics_bytes"]))
         if metrics.exists() and metrics.stat().st_size > size:
+            # Not taken away: it may be open, and lines would go to a file that has no name.
             os.truncate(metrics, size)
-        self._resumed.append(f"{driver.name}: goes on after step {found.checkpoint.state.step}")
+        if checkpoint is not None:
+            self._resumed.append(f"{driver.name}: goes on after step {checkpoint.state.step}")
 
     def save(self, drivers: list[JobDriver]) -> list[SaveFailed]:
         """Checkpoint jobs that were stopped, and wait until that is done. What could not be

@@ -23,6 +23,8 @@ class GroupLoop(JobLoop):
     def enter(self, driver: JobDriver) -> None:
         """A job arrives, attached. One that spans ranks must come on all of them between the same
         two nano-batches."""
+        # It may have failed here before, and be tried again.
+        self._asked.discard(driver.name)
         self.active[driver.name] = driver
 
     def leave(self, name: str) -> JobDriver:

@@ -72,9 +72,12 @@ class Desk:
         self._proven_ranks = proven_ranks
         self._looked = -LOOK_EVERY_S
         self._served: set[int] = set()
-        """Requests that are answered, or will be when a job has ended."""
+        """Requests that are answered, or will be looked at when a job has ended."""
 
         self._leaving: dict[str, list[Request]] = {}
+        self._put_off: dict[str, list[Request]] = {}
+        """Until the job has left."""
+
         self._requests: Requests | None = None
         try:
             self._requests = Requests(root / "state.sqlite")
@@ -100,6 +103,7 @@ class Desk:
     def ended(self, result: JobResult) -> None:
         """A job has, and its files are on disk."""
         self.running.discard(result.job)
+        self._served -= {request.number for request in self._put_off.pop(result.job, ())}
         for request in self._leaving.pop(result.job, ()):
             if result.status == "cancelled":
                 kept = "its adapter is kept" if result.adapter else "it has not begun"
@@ -109,9 +113,10 @@ class Desk:
 
     def begin_again(self) -> None:
         """The floor was lost: what it was asked and has not done is asked again."""
-        for requests in self._leaving.values():
-            self._served -= {request.number for request in requests}
-        self._leaving.clear()
+        for asked in (self._leaving, self._put_off):
+            for requests in asked.values():
+                self._served -= {request.number for request in requests}
+            asked.clear()
         self._looked = -LOOK_EVERY_S
 
     def close(self) -> None:
@@ -149,7 +154,7 @@ class Desk:
             case "cancel":
                 return self._cancel(self._job(request.trial), request, floor)
             case "resume":
-                return self._resume(self._job(request.trial), floor)
+                return self._resume(self._job(request.trial), request, floor)
             case other:
                 raise SpecError(f"'{other}' is nothing that a run can be asked")
 
@@ -203,9 +208,10 @@ class Desk:
             self.ended(result)
         return None
 
-    def _resume(self, job: JobSpec, floor: Floor) -> str:
+    def _resume(self, job: JobSpec, request: Request, floor: Floor) -> str | None:
         if job.name in self._leaving:
-            raise SpecError(f"{job.name} is about to leave; ask again when it has")
+            self._put_off.setdefault(job.name, []).append(request)
+            return None
         if job.name in self.running:
             raise SpecError(f"{job.name} is at work")
         result = self._result(job.name)
