@@ -28,6 +28,7 @@ from transformers.modeling_utils import PreTrainedModel
 from tlora.core.sequence import TokenSequence
 from tlora.kernels.multi_lora import cpu
 from tlora.model.adapters import AdapterWeights, LoraPair
+from tlora.model.rank_rows import RankRows
 from tlora.model.super_model import SuperModel
 
 # Over the largest value. Measured on the twelve architectures with two seeds each: logits up to
@@ -253,6 +254,29 @@ def test_places_change_with_every_attach_and_detach(monkeypatch: pytest.MonkeyPa
         model.attach("b", adapter, scale=1.0)
     seen.append(model.places)
     assert len(set(seen)) == len(seen)
+
+
+def test_a_pool_that_grows_lets_go_of_what_it_was_before_the_next_one_grows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Views that were found before would keep all of the old pools beside the new ones."""
+    model = super_model(tiny_model(), reserve_rows=2)
+    model.attach("a", model.new_adapter(job_spec("a", r=2)), scale=1.0)
+    assert model.views("a")
+    held: list[weakref.ref] = []
+    most = 0
+    grow = RankRows._grow
+
+    def counted(rows: RankRows, capacity: int) -> None:
+        nonlocal most
+        most = max(most, sum(each() is not None for each in held))
+        held.extend(weakref.ref(tensor.untyped_storage()) for tensor in rows.tensors)
+        grow(rows, capacity)
+
+    monkeypatch.setattr(RankRows, "_grow", counted)
+    model.attach("b", model.new_adapter(job_spec("b", r=4)), scale=1.0)
+    assert len(held) >= 4 * 7
+    assert most <= 4, "of the matrix before"
 
 
 def test_rows_are_found_once_and_again_when_a_pool_has_moved(

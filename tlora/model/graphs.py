@@ -25,7 +25,9 @@ from tlora.model.packing import PackedBatch
 logger = logging.getLogger(__name__)
 
 MOST_GRAPHS = 32
-MOST_CAPTURES = 256
+"""Of training, and as many without gradients: neither takes the other's place."""
+
+MOST_CAPTURES = 512
 """In a run: jobs whose shapes never come back are not worth more."""
 
 MOST_RELEASES = 3
@@ -123,6 +125,9 @@ class Graphs:
 
     def forget(self) -> None:
         """Free the graphs' memory; shapes are captured again when they come back."""
+        if self._captured:
+            # The last one may still be running.
+            torch.cuda.synchronize()
         self._captured.clear()
         # A pool of memory whose graphs are all gone cannot be used again.
         self._pool = torch.cuda.graph_pool_handle()
@@ -143,7 +148,7 @@ class Graphs:
     def _start_clock(self, key: Hashable, rows: int) -> bool:
         """Unless the shape is decided already."""
         launches = self._launches.setdefault(key, Launches(torch.is_grad_enabled(), rows))
-        if launches.decided:
+        if launches.decided or self._stopped:
             return False
         # A device with work left would hold the host up, and what is measured is the host.
         torch.cuda.synchronize()
@@ -164,8 +169,14 @@ class Graphs:
         return launches.bound_among(self._launches.values())
 
     def _try_capture(self, batch: PackedBatch, key: Hashable) -> Captured | None:
-        if len(self._captured) >= MOST_GRAPHS:
-            del self._captured[next(iter(self._captured))]
+        trains = torch.is_grad_enabled()
+        alike = [
+            each
+            for each, captured in self._captured.items()
+            if (captured.backward is not None) == trains
+        ]
+        if len(alike) >= MOST_GRAPHS:
+            del self._captured[alike[0]]
         try:
             captured = self._capture(batch)
         except Exception as error:
@@ -175,7 +186,9 @@ class Graphs:
             torch.cuda.empty_cache()
             return None
         self.captures += 1
-        self._stopped = self._stopped or self.captures >= MOST_CAPTURES
+        if self.captures >= MOST_CAPTURES and not self._stopped:
+            self._stopped = True
+            logger.info("%d nano-batches were captured: no more shapes are", self.captures)
         return captured
 
     def _capture(self, batch: PackedBatch) -> Captured:

@@ -66,14 +66,27 @@ class GroupPool:
         copy_all(rows.places(weights))
         copy_all(rows.copied)
 
+    def has_room(self, weights: AdapterWeights) -> bool:
+        """For the matrices of this group's linears, as it is."""
+        ranks = self._ranks(weights)
+        whole = not any(ranks) or self.a.allocator.find(sum(ranks)) is not None
+        return whole and all(
+            rows.allocator.find(rank) is not None
+            for rows, rank in zip(self.b, ranks, strict=True)
+            if rank
+        )
+
     def claim(self, job: str, weights: AdapterWeights) -> None:
         """Rows for the matrices of this group's linears. Raises, with nothing claimed, if a pool
         cannot grow."""
         assert job not in self.slots, f"{job} is attached already"
-        pairs = [weights.get(target.path) for target in self.targets]
-        ranks = tuple(0 if pair is None else pair.a.shape[0] for pair in pairs)
+        ranks = self._ranks(weights)
         if any(ranks):
             self.slots[job] = self._claim(ranks)
+
+    def _ranks(self, weights: AdapterWeights) -> tuple[int, ...]:
+        pairs = [weights.get(target.path) for target in self.targets]
+        return tuple(0 if pair is None else pair.a.shape[0] for pair in pairs)
 
     def _claim(self, ranks: tuple[int, ...]) -> Slot:
         a_row = self.a.claim(sum(ranks))

@@ -18,15 +18,19 @@ class RowAllocator:
 
     def claim(self, rows: int) -> int | None:
         """The first row of a free range, or None if no gap is large enough."""
+        first = self.find(rows)
+        if first is not None:
+            self._claimed[first] = rows
+        return first
+
+    def find(self, rows: int) -> int | None:
+        """Where they would be."""
         first = 0
         for start in sorted(self._claimed):
             if start - first >= rows:
                 break
             first = start + self._claimed[start]
-        if first + rows > self.capacity:
-            return None
-        self._claimed[first] = rows
-        return first
+        return first if first + rows <= self.capacity else None
 
     def release(self, first: int) -> None:
         del self._claimed[first]

@@ -83,7 +83,7 @@ class Unmade(Snapshot[T]):
 class Courier(Protocol):
     def take(self, tensors: Sequence[torch.Tensor], make: Make[T]) -> Snapshot[T]:
         """Copies in host memory of what these contiguous float32 tensors hold now. `make` is
-        called once, when somebody asks."""
+        called once, when somebody asks or before."""
         ...
 
     def bring(self, tensors: Sequence[torch.Tensor], make: Make[T]) -> Snapshot[T]:

@@ -182,6 +182,11 @@ class SuperModel:
         # First: places must not be trusted after an attach that breaks off either.
         self._forget_places()
         self._rows.pop(job, None)
+        if not all(pool.has_room(weights) for pool in self.pools):
+            # One matrix after the other grows, and what it was is free again unless somebody holds
+            # on to a part of it.
+            self._rows.clear()
+            self._forget_graphs()
         try:
             try:
                 for pool in self.pools:
@@ -322,6 +327,10 @@ class SuperModel:
     def release_graphs(self) -> bool:
         """Give the memory of captured graphs back; whether there was any."""
         return self._graphs is not None and self._graphs.release()
+
+    def _forget_graphs(self) -> None:
+        if self._graphs is not None:
+            self._graphs.forget()
 
     def runs_uncompiled(self, error: BaseException) -> bool:
         """If this is the compiler's error, go on without it from now on."""
