@@ -2,6 +2,7 @@
 
 import pytest
 
+from tlora.core.errors import SpecError
 from tlora.parallel.mesh import link_of
 
 NCCL = "cuda:nccl,cpu:gloo"
@@ -11,7 +12,7 @@ NCCL = "cuda:nccl,cpu:gloo"
     ("local", "gpus", "share", "device", "backend"),
     [
         (1, 2, False, "cuda:1", NCCL),
-        (1, 1, False, "cpu", "gloo"),
+        (1, 0, False, "cpu", "gloo"),
         (0, 0, True, "cpu", "gloo"),
         (1, 1, True, "cuda:0", "gloo"),
         (3, 2, True, "cuda:1", "gloo"),
@@ -22,5 +23,13 @@ def test_ranks_speak_by_nccl_only_where_each_has_a_gpu(
     local: int, gpus: int, share: bool, device: str, backend: str
 ) -> None:
     """Where some share one all of them speak by gloo: a group has one language."""
-    link = link_of(local, gpus, share=share)
+    link = link_of(local, gpus, ranks=max(local + 1, 2), share=share)
     assert (str(link.device), link.backend) == (device, backend)
+
+
+@pytest.mark.parametrize("local", [0, 1, 2])
+def test_more_ranks_than_gpus_are_refused_on_every_rank_alike(local: int) -> None:
+    """Those that have a GPU would wait by nccl for those that speak by gloo."""
+    with pytest.raises(SpecError, match=r"3 ranks, and each sees 2 GPUs.*TLORA_SHARE_GPUS"):
+        link_of(local, 2, ranks=3, share=False)
+    assert link_of(local, 3, ranks=3, share=False).backend == NCCL

@@ -59,22 +59,31 @@ class Link(NamedTuple):
     backend: str
 
 
-def link_of(local: int, gpus: int, *, share: bool) -> Link:
-    """Of a rank by its number on its node, which has so many GPUs: nccl where each rank has one,
-    else gloo. Ranks that share one speak by gloo too, by way of the host: nccl refuses them."""
-    if share and gpus:
+def link_of(local: int, gpus: int, *, ranks: int, share: bool) -> Link:
+    """Of a rank by its number on its node, which has so many GPUs and ranks: nccl where each rank
+    has a GPU, gloo where there is none. Ranks that share one speak by gloo too, by way of the host:
+    nccl refuses them. Raises SpecError where some would have a GPU and others none: they would wait
+    for each other in two languages."""
+    if gpus == 0:
+        return Link(torch.device("cpu"), "gloo")
+    if share:
         return Link(torch.device(f"cuda:{local % gpus}"), "gloo")
-    if local < gpus:
-        return Link(torch.device(f"cuda:{local}"), "cuda:nccl,cpu:gloo")
-    return Link(torch.device("cpu"), "gloo")
+    if ranks > gpus:
+        raise SpecError(
+            f"this node has {ranks} ranks, and each sees {gpus} GPU{'s' * (gpus > 1)}: start at "
+            f"most {gpus} here, or set {SHARE_GPUS}=1 to let them share"
+        )
+    return Link(torch.device(f"cuda:{local}"), "cuda:nccl,cpu:gloo")
 
 
 def join(*, timeout_s: float = 600.0) -> torch.device:
     """Enter the group that the environment describes (torchrun's variables): this rank's device."""
     # Read here and nowhere else.
     local = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
+    # Where nobody says how many there are, at least those up to this one.
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", local + 1))
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device, backend = link_of(local, gpus, share=shares_gpus())
+    device, backend = link_of(local, gpus, ranks=ranks, share=shares_gpus())
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():

@@ -16,12 +16,13 @@ import torch.distributed as dist
 
 from tlora.config import load_spec
 from tlora.core.dealing import Load, deal_jobs, least_loaded, load_of
-from tlora.core.errors import JobFailed, TloraError
+from tlora.core.errors import JobFailed, SpecError, TloraError
 from tlora.core.job import RunSpec
 from tlora.core.plan import Plan
 from tlora.data.prepare import PreparedData, Preparer
 from tlora.model.adapters import AdapterWeights
 from tlora.model.loading import load_shape, load_tokenizer
+from tlora.model.memory import is_out_of_memory
 from tlora.model.super_model import SuperModel
 from tlora.parallel.counting import Counts, Purpose
 from tlora.parallel.dealing import moves_to_balance
@@ -61,6 +62,9 @@ from tlora.training.outcome import EvaluationDone, Outcome, StepDone
 LOOK_S = 0.2
 """Between two looks of a rank at what has reached the disk, and of rank 0 for what the group is
 asked."""
+
+BEARABLE = (TloraError, OSError, ValueError, RuntimeError, MemoryError)
+"""What one job may fail of on its way in, alone: no room for it, say."""
 
 USAGE_S = 1.0
 """Between two tellings of how a rank is used."""
@@ -246,9 +250,15 @@ class Member:
                 return driver
             began = time.perf_counter()
             enter_job(driver, found, start, self.recorder)
-        except TloraError as error:
-            failed = error if isinstance(error, JobFailed) else JobFailed(str(error), job=name)
-            driver.on_failure(failed)
+        except BEARABLE as error:
+            if spans(self.plan, name) and not isinstance(error, TloraError):
+                # It must come to the same on all ranks, and the others may not meet this.
+                raise
+            if name in self.engine.jobs:
+                self.engine.detach(name)
+            what = "out of memory: " if is_out_of_memory(error) else ""
+            message = error.message if isinstance(error, JobFailed) else f"{what}{error}"
+            driver.on_failure(JobFailed(message, job=name))
             if self._records(name):
                 self.recorder.on_end(driver)
             return None
@@ -340,11 +350,15 @@ class Member:
     ) -> None:
         """On all ranks: a job that spans them comes to each, another one to whoever has the least
         to do."""
-        spec = load_spec(self.directory.root / "resolved.yaml")
-        self.specs[name] = next(job for job in spec.jobs if job.name == name)
+        path = self.directory.root / "resolved.yaml"
         problem = ""
         try:
-            self.data[name] = self._preparer.prepare(self.specs[name])
+            job = next((each for each in load_spec(path).jobs if each.name == name), None)
+            if job is None:
+                # Another node may see an older file.
+                raise SpecError(f"{path} has no such job here")
+            self.specs[name] = job
+            self.data[name] = self._preparer.prepare(job)
             self.recorder.data_keys[name] = self.data[name].key
         except (TloraError, OSError) as error:
             problem = f"{error} (rank {self.rank})"

@@ -26,7 +26,7 @@ from tlora.core.plan import Plan
 from tlora.core.records import as_json
 from tlora.data.prepare import PreparedData
 from tlora.model.loading import load_shape, resolve_device
-from tlora.model.targets import find_targets
+from tlora.model.targets import Target, find_targets
 from tlora.parallel.counting import Counts
 from tlora.parallel.exchange import exchange
 from tlora.parallel.mesh import check_runs, join, shares_gpus
@@ -176,7 +176,9 @@ def _train_as_rank(whole: "_Whole", rank: int, *, fresh: bool) -> RunResult:
 
     if rank == 0:
         whole.begin(fresh=fresh)
+        whole.begin_group()
     dist.barrier()
+    whole.look_again()
     jobs = whole.unfinished()
     with interruptible(on_first=whole.progress.on_interrupt) as interrupt:
         if jobs:
@@ -193,6 +195,7 @@ def _train_as_rank(whole: "_Whole", rank: int, *, fresh: bool) -> RunResult:
         dist.barrier()
         if rank == 0:
             whole.end_notes()
+        whole.look_again()
         stopped = interrupt.asked and bool(whole.unfinished())
     return whole.finish(interrupted=stopped)
 
@@ -231,6 +234,7 @@ class _Whole:
 
         self._lead: Lead | None = None
         self._desk: Desk | None = None
+        self._targets: dict[str, Target] = {}
         self._commands: list[Command] = []
         self._admitted = 0
         """Jobs that had joined when the group began."""
@@ -246,7 +250,8 @@ class _Whole:
             spec = self.spec = with_submitted(spec, directory.root)
             absent = check_unchanged(directory, spec)
         shape = load_shape(spec.base)
-        check_targets(spec, find_targets(shape))
+        self._targets = find_targets(shape)
+        check_targets(spec, self._targets)
         if self.plan.fsdp > 1:
             check_kept_layers(self.plan.kept_layers, len(layers_to_shard(shape)))
         data = prepare_jobs(spec, limit=context_length(shape.config))
@@ -281,9 +286,26 @@ class _Whole:
         assert self._desk is not None
         self._desk.begin_again()
         self._desk.serve(self, now=True)
-        self._commands = [each for each in self._commands if not isinstance(each, Admit)]
+        asked, self._commands = self._commands, []
+        self._commands = [
+            each for each in asked if isinstance(each, GiveUp) and not self._has_left(each.job)
+        ]
         self._admitted = self._desk.admitted
         return bool(self.unfinished())
+
+    def _has_left(self, job: str) -> bool:
+        """One that is to leave and that no rank has: from its newest checkpoint, where that can be
+        exported; else the ranks take it in and let it go."""
+        assert self._lead is not None
+        if job in self._lead.unfinished:
+            with suppress(TloraError, OSError):
+                self._lead.cancelled(job, self._targets)
+        return job not in self._lead.unfinished
+
+    def look_again(self) -> None:
+        """Of a rank that does not lead: jobs may have joined, which the one that leads knows of."""
+        if not self.leads:
+            self.spec = with_submitted(self.spec, self.directory.root)
 
     def was_asked_for_more(self) -> bool:
         """Of ranks that have come to their end: perhaps just before they could hear of it."""

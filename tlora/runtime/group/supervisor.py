@@ -259,6 +259,7 @@ def serve(
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(found.gpus),
         "WORLD_SIZE": str(found.gpus),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),

@@ -1,0 +1,201 @@
+"""What a run is asked before its ranks have begun: by a person while nothing runs, or while a group
+that was lost is followed by another one. No process is started here."""
+
+import io
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.asking import answers, put, submission
+from support.runs import job_file
+
+from tlora.config import dump_spec, load_spec
+from tlora.core.job import RunSpec
+from tlora.core.plan import Plan
+from tlora.data.prepare import Preparer
+from tlora.model.loading import load_tokenizer
+from tlora.parallel.counting import Counts
+from tlora.runtime.checking import prepare_jobs
+from tlora.runtime.directory import RunDirectory
+from tlora.runtime.elastic.roll import enrol
+from tlora.runtime.executors.messages import Ended
+from tlora.runtime.executors.worker import no_result
+from tlora.runtime.group import rank, running
+from tlora.runtime.group.choosing import fastest_plan
+from tlora.runtime.group.rank import Member
+from tlora.runtime.group.running import train_in_group
+from tlora.runtime.progress import ProgressLines
+from tlora.runtime.resuming import Resumption
+from tlora.runtime.scheduled import Lead
+from tlora.runtime.training import RunResult
+
+LOCAL = Plan(bucket=128, replicas=2, adapters="rank_local")
+
+
+@pytest.fixture
+def spec(base: Path, rows: Path) -> RunSpec:
+    data = {"path": str(rows)}
+    jobs = [{"name": name, "data": data, "train": {"max_steps": 4}} for name in ("one", "two")]
+    return load_spec(job_file(base, *jobs, engine={"device": "cpu"}))
+
+
+def end(root: Path, spec: RunSpec, status: str) -> None:
+    """All jobs are over, as an earlier run leaves them."""
+    for job in spec.jobs:
+        result = {"v": 1, **asdict(replace(no_result(job.name, ""), status=status))}
+        (root / job.name).mkdir(parents=True, exist_ok=True)
+        (root / job.name / "result.json").write_text(json.dumps(result))
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The jobs of each group, and what it is asked at once."""
+    seen: list[list[str]] = []
+
+    class NoRanks:
+        def __init__(self, plan, root, jobs, **settings) -> None:
+            self.jobs = jobs
+
+        def watch(self, hear, should_stop, commands) -> None:
+            seen.append([*self.jobs, *(f"-{each.job}" for each in commands())])
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(running, "Ranks", NoRanks)
+    return seen
+
+
+def test_a_job_that_is_to_leave_does_not_come_first(
+    spec: RunSpec, tmp_path: Path, begun: list[list[str]]
+) -> None:
+    """It may be the one that no rank has room for."""
+    put(tmp_path, ("cancel", "two", {}))
+    result = train_in_group(spec, output=tmp_path, plan=LOCAL)
+    assert begun == [["one"]]
+    assert result.jobs["two"].status == "cancelled"
+    assert answers(tmp_path) == ["cancelled after 0 steps; it has not begun"]
+
+
+def test_a_job_whose_adapter_cannot_be_exported_leaves_from_its_rank(
+    spec: RunSpec, tmp_path: Path, begun: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is lost: it comes, and goes at once."""
+
+    def full(*about) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Lead, "cancelled", full)
+    put(tmp_path, ("cancel", "two", {}))
+    train_in_group(spec, output=tmp_path, plan=LOCAL)
+    assert begun == [["one", "two", "-two"]]
+
+
+def started_outside(spec: RunSpec, root: Path, number: int) -> RunResult:
+    """A rank of a group that somebody else has started; the others come after it."""
+    progress = ProgressLines(io.StringIO())
+    whole = running._Whole(spec, LOCAL, root, progress, leads=number == 0)
+    return running._train_as_rank(whole, number, fresh=False)
+
+
+def test_ranks_from_outside_take_up_what_was_asked_while_nothing_ran(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All jobs are over, and one was submitted: every rank trains it, and knows how it ended."""
+    first, second = (replace(spec, jobs=(job,)) for job in spec.jobs)
+    end(tmp_path, first, "completed")
+    put(tmp_path, ("submit", "", submission(second)))
+    trained: list[list[str]] = []
+    monkeypatch.setattr(rank, "run_rank", lambda root, plan, jobs, *_, **__: trained.append(jobs))
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    for number in (0, 1):
+        started_outside(first, tmp_path, number)
+    assert trained == [["two"], ["two"]]
+    assert answers(tmp_path) == ["at work: two"]
+    end(tmp_path, second, "failed")
+    assert started_outside(first, tmp_path, 1).failed == ["two"]
+
+
+def test_a_rank_that_does_not_lead_knows_of_jobs_that_joined_meanwhile(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its exit code is that of the others."""
+    first, second = (replace(spec, jobs=(job,)) for job in spec.jobs)
+
+    def run_rank(root, plan, jobs, *_, **__) -> None:
+        enrol(root, first, second.jobs)
+        end(root, first, "completed")
+        end(root, second, "failed")
+
+    monkeypatch.setattr(rank, "run_rank", run_rank)
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    assert started_outside(first, tmp_path, 1).failed == ["two"]
+
+
+def test_a_plan_is_chosen_for_jobs_that_are_over_too(spec: RunSpec, tmp_path: Path) -> None:
+    """Somebody may have asked for one of them again; nothing is said of it."""
+    expected = fastest_plan(spec, 2, use_all=True)
+    end(tmp_path, spec, "completed")
+    found = fastest_plan(spec, 2, use_all=True, output=tmp_path)
+    assert found.plan == expected.plan and found.sentence == ""
+
+
+def member(spec: RunSpec, root: Path, plan: Plan) -> tuple[Member, list[str], list[str]]:
+    """A rank without an engine: what has ended on it, and what was detached."""
+    ended: list[str] = []
+    detached: list[str] = []
+    found = Member.__new__(Member)
+    found.rank, found.world, found.plan = 0, 1, plan
+    found.counts = Counts()
+    found.specs = {job.name: job for job in spec.jobs}
+    found.data = prepare_jobs(spec, limit=None)
+    found._preparer = Preparer(load_tokenizer(spec.base), cache_dir=root)
+    found.model = None  # type: ignore[assignment]
+    found.engine = SimpleNamespace(jobs=["one"], detach=detached.append)  # type: ignore[assignment]
+    found.recorder = SimpleNamespace(  # type: ignore[assignment]
+        on_end=lambda driver: ended.append(f"{driver.name} {driver.status.value}: {driver.reason}")
+    )
+    return found, ended, detached
+
+
+@pytest.mark.parametrize("job", ["one", "two"])
+def test_a_job_without_room_fails_alone(
+    job: str, spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attached or not yet; a smaller plan would have less room. One that spans ranks takes the
+    group with it, for the others may have found room."""
+
+    def full(*_) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(rank, "adapter_start", lambda *_: {})
+    monkeypatch.setattr(rank, "enter_job", full)
+    here, ended, detached = member(spec, tmp_path, LOCAL)
+    assert here._enter(job, Resumption()) is None
+    assert ended == [f"{job} failed: out of memory: no room"]
+    assert detached == (["one"] if job == "one" else [])
+    everywhere, ended, _ = member(spec, tmp_path, replace(LOCAL, adapters="data_parallel"))
+    with pytest.raises(torch.OutOfMemoryError):
+        everywhere._enter(job, Resumption())
+    assert ended == []
+
+
+@pytest.mark.parametrize("text", ["", "jobs: ["])
+def test_a_job_that_a_node_does_not_see_fails_alone(
+    text: str, spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its resolved.yaml may be older there, or not whole."""
+    (tmp_path / "resolved.yaml").write_text(text or dump_spec(replace(spec, jobs=spec.jobs[:1])))
+    monkeypatch.setattr(rank, "exchange", lambda text, **_: [text])
+    here, _, _ = member(spec, tmp_path, LOCAL)
+    told: list[object] = []
+    here.directory = RunDirectory(tmp_path)  # type: ignore[assignment]
+    here.tell = told.append
+    here._admit(SimpleNamespace(), "two", {}, {})  # type: ignore[arg-type]
+    (message,) = told
+    assert isinstance(message, Ended)
+    assert message.job == "two" and "resolved.yaml" in message.result["reason"]
