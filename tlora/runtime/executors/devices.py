@@ -86,6 +86,9 @@ class _Place:
     """The worker has said so."""
 
     leaving: bool = False
+    given_up: bool = False
+    """It comes to its end there, and is not sent on. Its wish stays until then: the state has it in
+    its group as long."""
 
 
 @dataclass(slots=True)
@@ -203,8 +206,10 @@ class DeviceExecutor:
 
     def device_of(self, job: str) -> int | None:
         """Where it is wanted."""
-        wish = self._wishes.get(job)
-        return None if wish is None else wish.device
+        wish, place = self._wishes.get(job), self._places.get(job)
+        if wish is None or (place is not None and place.given_up):
+            return None
+        return wish.device
 
     def is_somewhere(self, job: str) -> bool:
         return job in self._places
@@ -219,12 +224,10 @@ class DeviceExecutor:
 
     def give_up(self, job: str, reason: str, status: str = "stopped_early") -> bool:
         """Ends it where it is; its end is told as that of any. False if it is nowhere."""
-        self._wishes.pop(job, None)
         place = self._places.get(job)
         if place is None:
             return False
-        # It is not sent on, should it have been on its way.
-        place.leaving = True
+        place.leaving = place.given_up = True
         self.devices.send(place.device, GiveUp(job, reason, status))
         return True
 
@@ -280,6 +283,13 @@ class DeviceExecutor:
             place.leaving = True
             self.devices.send(place.device, Detach(job))
 
+    def _leave(self, job: str) -> None:
+        """It is nowhere now. One that was given up is for whoever did that to ask about again."""
+        place = self._places.pop(job, None)
+        if place is not None and place.given_up:
+            self._wishes.pop(job, None)
+        self._bring(job)
+
     def _heard(self, device: int, message: Message) -> None:
         now = self.clock.now()
         match message:
@@ -296,8 +306,7 @@ class DeviceExecutor:
                 place = self._places.get(job)
                 # One that was told to leave twice says so twice, and may be elsewhere by then.
                 if place is None or (place.leaving and place.device == device):
-                    self._places.pop(job, None)
-                    self._bring(job)
+                    self._leave(job)
             case NoRoom(job=job):
                 self._places.pop(job, None)
                 self._wishes.pop(job, None)
@@ -324,7 +333,6 @@ class DeviceExecutor:
             self._lost_jobs.add(job)
         aboard = [each for each, place in self._places.items() if place.device == device]
         for job in aboard:
-            del self._places[job]
             self._steps[job] = float(self._saved_steps(job))
             self._suspicion[job] = self._suspicion.get(job, 0.0) + 1 / len(aboard)
             if self._suspicion[job] > MOST_SUSPICION - 1e-6:
@@ -332,7 +340,7 @@ class DeviceExecutor:
                 self._events.append(JobFailure(now, job, why))
                 self._forget(job)
             # One that was on its way to another device goes there from its checkpoint.
-            self._bring(job)
+            self._leave(job)
         self._losses[device] = self._losses.get(device, 0) + 1
         if self._losses[device] < MOST_LOSSES:
             self.devices.restart(device)
@@ -351,7 +359,9 @@ class DeviceExecutor:
         jobs: dict[int, list[str]] = {}
         for job, wish in self._wishes.items():
             place = self._places.get(job)
-            if place is not None and place.device == wish.device and place.attached:
+            if place is None or place.given_up:
+                continue
+            if place.device == wish.device and place.attached:
                 jobs.setdefault(wish.device, []).append(job)
         return self._rates.check(
             now,
