@@ -118,11 +118,13 @@ class DeviceExecutor:
         should_stop: Callable[[], bool] = lambda: False,
         visit: Callable[[], None] = lambda: None,
         rates: RateWatch | None = None,
+        on_failure: Callable[[str, str], None] = lambda job, reason: None,
     ) -> None:
         """`saved_steps`: what the newest checkpoint of a job has. `watch` is told every message.
         `should_stop`: `wait` returns early, with nothing, once it says so. `visit` is called while
         it waits: jobs may be added and given up there. `rates` finds who is slower than
-        expected."""
+        expected. `on_failure` is told of a job, and why, whose end no worker can tell: it was
+        refused, or failed with its devices."""
         self.devices = devices
         self.clock = clock
         self._coming = sorted(arrivals, key=lambda request: request.arrival_s)
@@ -131,6 +133,7 @@ class DeviceExecutor:
         self._should_stop = should_stop
         self._visit = visit
         self._rates = rates
+        self._on_failure = on_failure
         self._rates_due = 0.0
         self._here: dict[str, JobRequest] = {}
         """Jobs that have arrived and are not over."""
@@ -159,7 +162,7 @@ class DeviceExecutor:
         self._lost_jobs.clear()
         while True:
             self._visit()
-            self._events += self._arrived()
+            self._arrive()
             if self._events or self._should_stop():
                 break
             next_arrival = self._coming[0].arrival_s if self._coming else until
@@ -196,8 +199,9 @@ class DeviceExecutor:
                 self._want(job, None)
             case Resize():
                 self._resize(decision)
-            case Refuse(job=job):
+            case Refuse(job=job, reasons=reasons):
                 self._forget(job)
+                self._on_failure(job, str(reasons))
 
     def add(self, request: JobRequest) -> None:
         """A job that comes later, or again."""
@@ -244,11 +248,9 @@ class DeviceExecutor:
             self._watch(device, message)
 
     def _cannot_run(self, decision: Start) -> None:
-        now = self.clock.now()
         reason = f"plans over several devices are not run here yet: {decision.plan}"
-        self._events += [JobFailure(now, job, reason) for job in decision.jobs]
         for job in decision.jobs:
-            self._forget(job)
+            self._fail(job, reason)
 
     def _resize(self, decision: Resize) -> None:
         group = self._groups[decision.group]
@@ -337,8 +339,7 @@ class DeviceExecutor:
             self._suspicion[job] = self._suspicion.get(job, 0.0) + 1 / len(aboard)
             if self._suspicion[job] > MOST_SUSPICION - 1e-6:
                 why = f"its device was lost again and again with it: {reason}"
-                self._events.append(JobFailure(now, job, why))
-                self._forget(job)
+                self._fail(job, why)
             # One that was on its way to another device goes there from its checkpoint.
             self._leave(job)
         self._losses[device] = self._losses.get(device, 0) + 1
@@ -348,8 +349,14 @@ class DeviceExecutor:
         self._given_up.add(device)
         if len(self._given_up) == len(self.devices):
             why = self.no_device_left = f"no device is left: {reason}"
-            self._events += [JobFailure(now, job, why) for job in sorted(self._here)]
+            for job in sorted(self._here):
+                self._fail(job, why)
             self._coming.clear()
+
+    def _fail(self, job: str, reason: str) -> None:
+        self._events.append(JobFailure(self.clock.now(), job, reason))
+        self._forget(job)
+        self._on_failure(job, reason)
 
     def _slow_ones(self) -> list[Event]:
         now = self.clock.now()
@@ -376,15 +383,16 @@ class DeviceExecutor:
             },
         )
 
-    def _arrived(self) -> list[Event]:
+    def _arrive(self) -> None:
         now = self.clock.now()
-        events: list[Event] = []
         while self._coming and self._coming[0].arrival_s <= now:
             request = self._coming.pop(0)
             self._here[request.name] = request
             self._steps[request.name] = float(self._saved_steps(request.name))
-            events.append(Arrival(now, request))
-        return events
+            self._events.append(Arrival(now, request))
+            if self.no_device_left is not None:
+                # It would wait for ever.
+                self._fail(request.name, self.no_device_left)
 
     def _forget(self, job: str) -> None:
         self._here.pop(job, None)
