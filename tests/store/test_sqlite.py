@@ -20,6 +20,7 @@ from tlora.core.errors import SpecError
 from tlora.core.event import GpuFailure, GpuRepair
 from tlora.core.state import State
 from tlora.schedule import make_policy
+from tlora.store import schema
 from tlora.store.sqlite import SqliteStore
 
 JOBS = [
@@ -101,6 +102,24 @@ def test_what_is_no_store_or_a_later_one_is_refused(tmp_path: Path) -> None:
     recorded(tmp_path / "empty.sqlite")[1].close()
     with pytest.raises(SpecError, match="no session"):
         SqliteStore(tmp_path / "other.sqlite", decode=turn_of_json)
+
+
+def test_two_that_make_a_store_at_once_make_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second has made it after the first found none."""
+    ours, theirs = (sqlite3.connect(tmp_path / "new", isolation_level=None) for _ in range(2))
+    look = schema.version
+
+    def late(connection: sqlite3.Connection) -> int:
+        monkeypatch.setattr(schema, "version", look)
+        found = look(connection)
+        schema.bring_up(theirs, "theirs")
+        return found
+
+    monkeypatch.setattr(schema, "version", late)
+    schema.bring_up(ours, "ours")
+    assert look(ours) == schema.VERSION
 
 
 WRITER = """

@@ -254,9 +254,10 @@ class State:
         self.revision += 1
         match event:
             case Arrival(request=request):
-                # One that did not come to its end may go on, if a person wants it.
+                # One that did not come to its end may go on, if a person wants it: one that was
+                # refused is looked at anew.
                 outcome = self.outcomes.pop(request.name, None)
-                known = request.name in self.jobs or outcome in ("completed", "refused")
+                known = request.name in self.jobs or outcome == "completed"
                 assert not known, f"job '{request.name}' arrived twice"
                 self.jobs[request.name] = JobState(
                     request, since_s=self.now, counted_s=self.now, number=self.arrived

@@ -34,10 +34,15 @@ def put_and_wait(
             break
         time.sleep(POLL_S)
     # Whoever was at work may have answered with its last breath.
+    return Asked(number, read_answer(requests, number))
+
+
+def read_answer(requests: Requests, number: int) -> str | None:
+    """Raises SpecError for what cannot be done."""
     answer = requests.answer_to(number)
     if answer is not None and answer.startswith(REFUSED):
         raise SpecError(answer.removeprefix(REFUSED))
-    return Asked(number, answer)
+    return answer
 
 
 def is_at_work(root: Path) -> bool:

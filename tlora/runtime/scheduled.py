@@ -19,7 +19,7 @@ from tlora.control import Loop, Turn
 from tlora.control.protocols import turn_of_json
 from tlora.core.clock import WallClock
 from tlora.core.cluster import uniform_cluster
-from tlora.core.errors import SpecError
+from tlora.core.errors import SpecError, TloraError
 from tlora.core.job import JobSpec, RunSpec
 from tlora.core.state import State
 from tlora.costs.groups import Costs
@@ -203,6 +203,7 @@ def _drive(
             should_stop=interrupt,
             visit=visit,
             rates=RateWatch(costs, fair_gpus=lambda: fair_gpus(state)),
+            on_failure=lead.failed,
         )
         loop = Loop(
             state=state,
@@ -221,7 +222,6 @@ def _drive(
                 loop.step()
         finally:
             executor.close()
-    lead.end(store)
     store.close()
     return interrupt.asked and bool(lead.unfinished)
 
@@ -248,14 +248,20 @@ class _OverDevices:
         self._leaving -= self._lead.results.keys()
         for job in sorted(self._leaving):
             if not self._executor.is_leaving(job):
-                self.dismiss(job)
+                self._let_go(job)
 
     def dismiss(self, job: str) -> None:
+        self._let_go(job)
+        if job in self._lead.unwritten:
+            # Whoever asked is told of an end by its file.
+            raise SpecError(f"{job} is over, but {self._lead.unwritten[job]}")
+
+    def _let_go(self, job: str) -> None:
         self._leaving.add(job)
         if self._executor.give_up(job, CANCELLED, "cancelled") or job in self._lead.results:
             return
-        self._executor.withdraw(job, CANCELLED)
         self._lead.cancelled(job, self._targets)
+        self._executor.withdraw(job, CANCELLED)
 
 
 def device_names(device: torch.device, count: int) -> list[str]:
@@ -309,6 +315,9 @@ class Lead:
         self.on_result: Callable[[JobResult], None] = lambda result: None
         """Told of a job's end."""
 
+        self.unwritten: dict[str, str] = {}
+        """Jobs whose result is not on disk, and why."""
+
         self.clock = WallClock()
         kept = {job.name: over(directory, job) for job in spec.jobs}
         self.results: dict[str, JobResult] = {
@@ -334,6 +343,7 @@ class Lead:
         others = tuple(each for each in self.spec.jobs if each.name != job.name)
         self.spec = replace(self.spec, jobs=(*others, job))
         self.results.pop(job.name, None)
+        self.unwritten.pop(job.name, None)
         self.data[job.name] = data
         driver = self._drivers[job.name] = JobDriver(job, data.train, data.evaluation)
         driver.step = saved_steps(self.directory, job.name)
@@ -341,7 +351,22 @@ class Lead:
             self.progress.join(driver)
 
     def cancelled(self, job: str, targets: dict[str, Target]) -> None:
-        """One that no worker has: what it has come to is in its newest checkpoint."""
+        """One that no worker has: what it has come to is in its newest checkpoint. If its adapter
+        cannot be written it has failed, and may go on as such."""
+        try:
+            result = self._cancelled(job, targets)
+        except (TloraError, OSError) as error:
+            self.failed(job, f"it was cancelled, and its adapter could not be written: {error}")
+        else:
+            self._ended(result)
+
+    def failed(self, job: str, reason: str) -> None:
+        """One whose end no worker can tell: refused, or lost with its devices."""
+        if job in self._drivers and job not in self.results:
+            steps, total = saved_steps(self.directory, job), self._drivers[job].total_steps
+            self._ended(replace(no_result(job, reason), steps=steps, total_steps=total))
+
+    def _cancelled(self, job: str, targets: dict[str, Target]) -> JobResult:
         spec, folder = self.unfinished[job], self.directory.job(job)
         newest = find_newest(folder / "checkpoints").checkpoint
         result = replace(no_result(job, CANCELLED), status="cancelled")
@@ -357,7 +382,7 @@ class Lead:
                 adapter=f"{job}/adapter",
                 best_adapter=f"{job}/best" if best else None,
             )
-        self._ended(result)
+        return result
 
     def begin(self, budget: int) -> None:
         lines = [
@@ -399,13 +424,6 @@ class Lead:
             case _:
                 pass
 
-    def end(self, store: SqliteStore[Turn]) -> None:
-        """Jobs that no worker could say the end of: refused, or lost with their devices."""
-        for row in store.jobs():
-            over = row.status in ("failed", "refused")
-            if over and row.name in self._drivers and row.name not in self.results:
-                self._ended(no_result(row.name, row.reason or row.status))
-
     def _stepped(self, done: StepDone) -> None:
         driver = self._drivers[done.job]
         driver.step, driver.loss = done.step, done.loss
@@ -426,8 +444,13 @@ class Lead:
         self.results[result.job] = result
         driver = self._drivers[result.job]
         driver.status, driver.reason = Status(result.status), result.reason
-        with suppress(OSError):
+        self.unwritten.pop(result.job, None)
+        try:
             self.directory.write_result(result)
+        except OSError as error:
+            why = f"its result could not be written: {error.strerror or error}"
+            self.unwritten[result.job] = why
+            self.progress.say(f"{result.job}: {why}")
         self.progress.on_end(result)
         self.on_result(result)
 

@@ -49,9 +49,13 @@ class Requests:
             )
         ]
 
-    def answer(self, number: int, text: str) -> None:
+    def answer(self, number: int, text: str) -> bool:
+        """False if there is an answer already, which stays."""
         with self._connection as write:
-            write.execute("UPDATE requests SET answer = ? WHERE number = ?", (text, number))
+            done = write.execute(
+                "UPDATE requests SET answer = ? WHERE number = ? AND answer IS NULL", (text, number)
+            )
+        return done.rowcount == 1
 
     def answer_to(self, number: int) -> str | None:
         row = self._connection.execute(

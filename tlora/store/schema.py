@@ -89,19 +89,28 @@ VERSION = len(MIGRATIONS)
 
 
 def bring_up(connection: sqlite3.Connection, name: str) -> None:
-    """To this version, in one transaction for each step. Raises SpecError for a file of a later
-    one."""
+    """To this version, in one transaction. Raises SpecError for a file of a later one."""
+    if version(connection) == VERSION:
+        return
+    with connection:
+        # Another process may have made the file meanwhile: whoever writes looks again.
+        connection.execute("BEGIN IMMEDIATE")
+        _migrate(connection, name)
+
+
+def _migrate(connection: sqlite3.Connection, name: str) -> None:
     found = version(connection)
     if found > VERSION:
         raise SpecError(
             f"{name} was written by a later tlora (version {found}, this one knows {VERSION}); "
             "use that one, or name another directory"
         )
-    for number in range(found, VERSION):
-        # user_version is part of the file's header and changes with the transaction.
-        connection.executescript(
-            f"BEGIN IMMEDIATE; {MIGRATIONS[number]} PRAGMA user_version = {number + 1}; COMMIT;"
-        )
+    for script in MIGRATIONS[found:]:
+        # `executescript` would end the transaction first. No statement has a semicolon inside.
+        for statement in script.split(";"):
+            connection.execute(statement)
+    # It is part of the file's header and changes with the transaction.
+    connection.execute(f"PRAGMA user_version = {VERSION}")
 
 
 def version(connection: sqlite3.Connection) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any, Generic, Protocol, TypeVar
 from urllib.parse import quote
 
@@ -225,12 +226,25 @@ def connected(path: Path) -> sqlite3.Connection:
     try:
         # Transactions are begun by hand, where they begin.
         connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
-        connection.execute("PRAGMA journal_mode = WAL")
+        _write_ahead(connection)
         connection.execute("PRAGMA synchronous = FULL")
         bring_up(connection, str(path))
     except sqlite3.Error as error:
         raise SpecError(f"{path} cannot be used as a store: {error}") from error
     return connection
+
+
+def _write_ahead(connection: sqlite3.Connection) -> None:
+    """SQLite waits for no other process here: two that make the file at once would collide."""
+    end = monotonic() + BUSY_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or monotonic() > end:
+                raise
+        sleep(0.01)
 
 
 def _decided(write: sqlite3.Connection, decision: Decision, time: float) -> None:

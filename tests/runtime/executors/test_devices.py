@@ -312,3 +312,36 @@ def test_a_job_is_leaving_until_its_device_is_lost() -> None:
     assert world.executor.is_leaving("a") and not world.executor.is_leaving("b")
     world.executor._heard(0, Lost("a cable was pulled"))
     assert not world.executor.is_leaving("a")
+
+
+def test_a_job_that_was_given_up_is_in_its_group_until_it_has_ended() -> None:
+    """As the state has it: its group can be resized and joined meanwhile, beside other groups."""
+    world = World("a", "b", "c")
+    world.start("g0", 0, "a")
+    assert world.executor.give_up("a", "by hand", "cancelled")
+    world.start("g1", 1, "b")
+    world.executor.apply(Join(job="c", group="g0", weight=1.0, reasons=WHY))
+    resize = Resize(group="g0", gpus=(0,), plan=PLAN, weights=(1.0, 2.0), reasons=WHY)
+    world.executor.apply(resize)
+    assert world.devices.new()[-1] == (0, Tune(64, {"a": 1.0, "c": 2.0}))
+    assert world.executor.device_of("a") is None
+    assert world.say(0, ended("a", "cancelled", "by hand")) == [EarlyExit(0.0, "a", "by hand")]
+    with pytest.raises(ValueError):
+        world.executor.apply(resize)
+
+
+def test_a_job_that_was_given_up_on_its_way_is_not_sent_on() -> None:
+    """Neither when it has left nor when it is lost there: whoever gave it up asks again."""
+    for message in (Detached("a", 2, 0.1), Lost("a cable was pulled")):
+        world = World("a", "b")
+        world.start("g0", 0, "a")
+        world.start("g1", 1, "b")
+        world.move("a", "g0", "g1")
+        assert world.executor.give_up("a", "by hand", "cancelled")
+        world.devices.new()
+        world.executor._heard(0, message)
+        assert world.devices.new() == []
+        assert not world.executor.is_somewhere("a") and world.executor.device_of("a") is None
+        assert not world.executor.give_up("a", "by hand", "cancelled")
+        world.executor.withdraw("a", "by hand")
+        assert world.executor.wait(1.0)[-1] == EarlyExit(0.0, "a", "by hand")

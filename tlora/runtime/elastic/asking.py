@@ -1,20 +1,30 @@
 """What people ask of a run of `tlora train` from another process, through its store."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from tlora.config import load_spec
 from tlora.config.dumping import resolved
 from tlora.core.errors import SpecError
-from tlora.core.job import RunSpec
-from tlora.runtime.asking import is_at_work, put_and_wait
+from tlora.core.job import JobSpec, RunSpec
+from tlora.runtime.asking import POLL_S, is_at_work, put_and_wait, read_answer
 from tlora.runtime.directory import RunDirectory
 from tlora.runtime.elastic.roll import command_to_go_on, newcomers
 from tlora.runtime.run_log import read_about, read_spec
 from tlora.store.requests import Requests
 
+LOCK_S = 1.0
+"""So long the lock of a run's directory is tried for."""
+
 WITHDRAWN = "withdrawn: nobody was at work"
+
+
+Found = Literal["withdrawn", "kept", "held"]
+"""Of a request without an answer. Kept: the run has put its jobs on record, or answered after all.
+Held: somebody is at work."""
 
 
 def is_sweep(root: Path) -> bool:
@@ -42,10 +52,15 @@ def submit(root: Path, asked: RunSpec, *, patience_s: float) -> list[str]:
     try:
         body = json.loads(json.dumps(resolved(asked)))
         number, answer = put_and_wait(requests, root, "submit", "", body, patience_s=patience_s)
-        if answer is None and _withdraw(requests, root, number):
+        found = _withdraw(requests, root, number, new) if answer is None else "held"
+        if found == "withdrawn":
             raise nobody_at_work(root)
+        answer = read_answer(requests, number)
     finally:
         requests.close()
+    if answer is None and found == "kept":
+        command = command_to_go_on(root)
+        return [f"noted: the run ended as it took them in, and has them when it goes on: {command}"]
     if answer is None:
         return ["noted: the run is busy, and takes them in between two nano-batches"]
     return [f"{root}: {answer}"]
@@ -82,19 +97,33 @@ def nobody_at_work(root: Path) -> SpecError:
     )
 
 
-def _withdraw(requests: Requests, root: Path, number: int) -> bool:
-    """The run has ended without a look at it. Under its lock, so that nobody takes it up
-    meanwhile; False if somebody is at work again."""
+def _withdraw(requests: Requests, root: Path, number: int, new: tuple[JobSpec, ...]) -> Found:
+    """If the run has ended without a look at it. Under its lock, so that nobody takes it up
+    meanwhile."""
     directory = RunDirectory(root)
+    if not _take(directory):
+        return "held"
     try:
-        directory.take()
-    except SpecError:
-        return False
-    try:
-        requests.answer(number, WITHDRAWN)
+        known = {job.name for job in load_spec(root / "resolved.yaml").jobs}
+        if any(job.name in known for job in new):
+            return "kept"
+        return "withdrawn" if requests.answer(number, WITHDRAWN) else "kept"
     finally:
         directory.close()
-    return True
+
+
+def _take(directory: RunDirectory) -> bool:
+    """Others who submit hold the lock too, for a moment each; whoever trains keeps it."""
+    end = time.monotonic() + LOCK_S
+    while True:
+        try:
+            directory.take()
+        except SpecError:
+            if time.monotonic() > end:
+                return False
+            time.sleep(POLL_S)
+        else:
+            return True
 
 
 def _check(spec: RunSpec) -> None:

@@ -86,6 +86,9 @@ class _Place:
     """The worker has said so."""
 
     leaving: bool = False
+    given_up: bool = False
+    """It comes to its end there, and is not sent on. Its wish stays until then: the state has it in
+    its group as long."""
 
 
 @dataclass(slots=True)
@@ -115,11 +118,13 @@ class DeviceExecutor:
         should_stop: Callable[[], bool] = lambda: False,
         visit: Callable[[], None] = lambda: None,
         rates: RateWatch | None = None,
+        on_failure: Callable[[str, str], None] = lambda job, reason: None,
     ) -> None:
         """`saved_steps`: what the newest checkpoint of a job has. `watch` is told every message.
         `should_stop`: `wait` returns early, with nothing, once it says so. `visit` is called while
         it waits: jobs may be added and given up there. `rates` finds who is slower than
-        expected."""
+        expected. `on_failure` is told of a job, and why, whose end no worker can tell: it was
+        refused, or failed with its devices."""
         self.devices = devices
         self.clock = clock
         self._coming = sorted(arrivals, key=lambda request: request.arrival_s)
@@ -128,6 +133,7 @@ class DeviceExecutor:
         self._should_stop = should_stop
         self._visit = visit
         self._rates = rates
+        self._on_failure = on_failure
         self._rates_due = 0.0
         self._here: dict[str, JobRequest] = {}
         """Jobs that have arrived and are not over."""
@@ -156,7 +162,7 @@ class DeviceExecutor:
         self._lost_jobs.clear()
         while True:
             self._visit()
-            self._events += self._arrived()
+            self._arrive()
             if self._events or self._should_stop():
                 break
             next_arrival = self._coming[0].arrival_s if self._coming else until
@@ -193,8 +199,9 @@ class DeviceExecutor:
                 self._want(job, None)
             case Resize():
                 self._resize(decision)
-            case Refuse(job=job):
+            case Refuse(job=job, reasons=reasons):
                 self._forget(job)
+                self._on_failure(job, str(reasons))
 
     def add(self, request: JobRequest) -> None:
         """A job that comes later, or again."""
@@ -203,8 +210,10 @@ class DeviceExecutor:
 
     def device_of(self, job: str) -> int | None:
         """Where it is wanted."""
-        wish = self._wishes.get(job)
-        return None if wish is None else wish.device
+        wish, place = self._wishes.get(job), self._places.get(job)
+        if wish is None or (place is not None and place.given_up):
+            return None
+        return wish.device
 
     def is_somewhere(self, job: str) -> bool:
         return job in self._places
@@ -219,12 +228,10 @@ class DeviceExecutor:
 
     def give_up(self, job: str, reason: str, status: str = "stopped_early") -> bool:
         """Ends it where it is; its end is told as that of any. False if it is nowhere."""
-        self._wishes.pop(job, None)
         place = self._places.get(job)
         if place is None:
             return False
-        # It is not sent on, should it have been on its way.
-        place.leaving = True
+        place.leaving = place.given_up = True
         self.devices.send(place.device, GiveUp(job, reason, status))
         return True
 
@@ -241,11 +248,9 @@ class DeviceExecutor:
             self._watch(device, message)
 
     def _cannot_run(self, decision: Start) -> None:
-        now = self.clock.now()
         reason = f"plans over several devices are not run here yet: {decision.plan}"
-        self._events += [JobFailure(now, job, reason) for job in decision.jobs]
         for job in decision.jobs:
-            self._forget(job)
+            self._fail(job, reason)
 
     def _resize(self, decision: Resize) -> None:
         group = self._groups[decision.group]
@@ -280,6 +285,13 @@ class DeviceExecutor:
             place.leaving = True
             self.devices.send(place.device, Detach(job))
 
+    def _leave(self, job: str) -> None:
+        """It is nowhere now. One that was given up is for whoever did that to ask about again."""
+        place = self._places.pop(job, None)
+        if place is not None and place.given_up:
+            self._wishes.pop(job, None)
+        self._bring(job)
+
     def _heard(self, device: int, message: Message) -> None:
         now = self.clock.now()
         match message:
@@ -296,8 +308,7 @@ class DeviceExecutor:
                 place = self._places.get(job)
                 # One that was told to leave twice says so twice, and may be elsewhere by then.
                 if place is None or (place.leaving and place.device == device):
-                    self._places.pop(job, None)
-                    self._bring(job)
+                    self._leave(job)
             case NoRoom(job=job):
                 self._places.pop(job, None)
                 self._wishes.pop(job, None)
@@ -324,15 +335,13 @@ class DeviceExecutor:
             self._lost_jobs.add(job)
         aboard = [each for each, place in self._places.items() if place.device == device]
         for job in aboard:
-            del self._places[job]
             self._steps[job] = float(self._saved_steps(job))
             self._suspicion[job] = self._suspicion.get(job, 0.0) + 1 / len(aboard)
             if self._suspicion[job] > MOST_SUSPICION - 1e-6:
                 why = f"its device was lost again and again with it: {reason}"
-                self._events.append(JobFailure(now, job, why))
-                self._forget(job)
+                self._fail(job, why)
             # One that was on its way to another device goes there from its checkpoint.
-            self._bring(job)
+            self._leave(job)
         self._losses[device] = self._losses.get(device, 0) + 1
         if self._losses[device] < MOST_LOSSES:
             self.devices.restart(device)
@@ -340,8 +349,14 @@ class DeviceExecutor:
         self._given_up.add(device)
         if len(self._given_up) == len(self.devices):
             why = self.no_device_left = f"no device is left: {reason}"
-            self._events += [JobFailure(now, job, why) for job in sorted(self._here)]
+            for job in sorted(self._here):
+                self._fail(job, why)
             self._coming.clear()
+
+    def _fail(self, job: str, reason: str) -> None:
+        self._events.append(JobFailure(self.clock.now(), job, reason))
+        self._forget(job)
+        self._on_failure(job, reason)
 
     def _slow_ones(self) -> list[Event]:
         now = self.clock.now()
@@ -351,7 +366,9 @@ class DeviceExecutor:
         jobs: dict[int, list[str]] = {}
         for job, wish in self._wishes.items():
             place = self._places.get(job)
-            if place is not None and place.device == wish.device and place.attached:
+            if place is None or place.given_up:
+                continue
+            if place.device == wish.device and place.attached:
                 jobs.setdefault(wish.device, []).append(job)
         return self._rates.check(
             now,
@@ -366,15 +383,16 @@ class DeviceExecutor:
             },
         )
 
-    def _arrived(self) -> list[Event]:
+    def _arrive(self) -> None:
         now = self.clock.now()
-        events: list[Event] = []
         while self._coming and self._coming[0].arrival_s <= now:
             request = self._coming.pop(0)
             self._here[request.name] = request
             self._steps[request.name] = float(self._saved_steps(request.name))
-            events.append(Arrival(now, request))
-        return events
+            self._events.append(Arrival(now, request))
+            if self.no_device_left is not None:
+                # It would wait for ever.
+                self._fail(request.name, self.no_device_left)
 
     def _forget(self, job: str) -> None:
         self._here.pop(job, None)
