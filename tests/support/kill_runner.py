@@ -6,10 +6,11 @@ A process of its own: it only imports before it forks, so that no thread of torc
     python kill_runner.py PLAN
 
 PLAN is a JSON file: `{"threads": 1, "runs": [{"job_file", "output", "kills", "seed",
-"nano_batches", "leaks", "sweep"}, ...]}`; with `sweep` the file is a sweep's. A quarter of the
+"nano_batches", "saves", "leaks", "sweep"}, ...]}`; with `sweep` the file is a sweep's. A quarter of the
 kills come in a life's first half second; the others some milliseconds after as many nano-batches as
 the seed says, up to `nano_batches`: counted and not timed, so that a fast machine is not through
-before and a slow one gets on. What is printed last is a JSON list with an `Outcome` for each run.
+before and a slow one gets on. With `saves` every other life also reaches a checkpoint more, however
+slow the disk is. What is printed last is a JSON list with an `Outcome` for each run.
 """
 
 import json
@@ -30,6 +31,7 @@ from tlora.runtime import training
 from tlora.runtime.sweeps.tune import tune
 from tlora.training.exactness import Exactness
 
+CHECKPOINTS = "*/checkpoints/step-*"
 PATIENCE_SECONDS = 120.0
 START_SECONDS = 0.5
 LATER_SECONDS = 0.03
@@ -94,6 +96,14 @@ def wait_for_nano_batches(child: int, events: Path, size: int, wanted: int) -> N
         time.sleep(0.002)
 
 
+def wait_for_a_checkpoint(child: int, output: Path, before: set[Path]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < deadline and not over(child):
+        if set(output.glob(CHECKPOINTS)) - before:
+            return
+        time.sleep(0.002)
+
+
 def found_of(output: Path, job: str) -> str:
     folder = output / job
     if (folder / "result.json").exists():
@@ -116,12 +126,15 @@ def carry_out(run: dict, threads: int) -> Outcome:
 
     while outcome.killed < run.get("kills", 0):
         size = events.stat().st_size if events.exists() else 0
+        saved = set(output.glob(CHECKPOINTS))
         child = live()
         if generator.random() < 0.25:
             time.sleep(generator.uniform(0.0, START_SECONDS))
         else:
             wanted = generator.randint(0, run["nano_batches"])
             wait_for_nano_batches(child, events, size, wanted)
+            if run.get("saves") and outcome.killed % 2 == 0:
+                wait_for_a_checkpoint(child, output, saved)
             time.sleep(generator.uniform(0.0, LATER_SECONDS))
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
