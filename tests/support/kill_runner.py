@@ -6,11 +6,12 @@ A process of its own: it only imports before it forks, so that no thread of torc
     python kill_runner.py PLAN
 
 PLAN is a JSON file: `{"threads": 1, "runs": [{"job_file", "output", "kills", "seed",
-"nano_batches", "saves", "leaks", "sweep"}, ...]}`; with `sweep` the file is a sweep's. A quarter of the
-kills come in a life's first half second; the others some milliseconds after as many nano-batches as
-the seed says, up to `nano_batches`: counted and not timed, so that a fast machine is not through
-before and a slow one gets on. With `saves` every other life also reaches a checkpoint more, however
-slow the disk is. What is printed last is a JSON list with an `Outcome` for each run.
+"nano_batches", "saves", "leaks", "sweep"}, ...]}`; with `sweep` the file is a sweep's. A quarter of
+the kills come in a life's first half second; the others some milliseconds after as many
+nano-batches as the seed says, up to `nano_batches`: counted and not timed, so that a fast machine
+is not through before and a slow one gets on. With `saves` every other life also reaches a
+checkpoint more, however slow the disk is. What is printed last is a JSON list with an `Outcome` for
+each run.
 """
 
 import json
