@@ -33,19 +33,23 @@ def test_failed_jobs_end_a_run_only_if_nothing_is_left(tmp_path: Path) -> None:
 def test_a_rank_that_is_started_again_after_all_jobs_ended_says_what_failed(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """Once for all ranks, and with the exit code of the first time on each."""
+    """Once for all ranks, and with the exit code of the first time on each. A launcher ends all
+    with the first that leaves, so the others wait until it is said."""
     data = {"path": str(write_rows(tmp_path / "rows.jsonl", 4))}
     spec = load_spec(
         job_file(tmp_path, {"name": "one", "data": data}, {"name": "two", "data": data})
     )
     (tmp_path / "jobs.yaml").write_text(dump_spec(spec))
     leave_results(tmp_path / "run", one="failed", two="completed")
+    waited: list[float] = []
+    monkeypatch.setattr("tlora.cli.train.time.sleep", waited.append)
     for name, value in (("RANK", rank), ("WORLD_SIZE", 2), ("TORCHELASTIC_RESTART_COUNT", 1)):
         monkeypatch.setenv(name, str(value))
     with pytest.raises(SystemExit) as ended:
         main(["train", str(tmp_path / "jobs.yaml"), "--output", str(tmp_path / "run")])
     assert ended.value.code == 1
     assert ("failed: one; the reasons are in" in capsys.readouterr().err) == (rank == 0)
+    assert len(waited) == rank
 
 
 class Trained(BaseException):

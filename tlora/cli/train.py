@@ -1,5 +1,6 @@
 """`tlora train`."""
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from tlora.runtime.training import RunResult
 
 AUTO = "auto"
+SPOKEN_S = 3.0
+"""In which the rank that speaks for all has said why the group ends."""
+
 DEFAULT_POLICY = "tlora"
 
 
@@ -198,6 +202,9 @@ def _end_if_failed(jobs: list[str], folder: Path, started: Started | None) -> No
         return
     if started is None or started.speaks:
         print_error(f"failed: {', '.join(jobs)}; the reasons are in {folder}")
+    else:
+        # A launcher ends all ranks with the first that leaves: who speaks must come to it.
+        time.sleep(SPOKEN_S)
     raise typer.Exit(1)
 
 
