@@ -93,6 +93,8 @@ def test_what_cannot_be_asked_of_a_run_is_one_message_and_exit_code_2(base, tlor
         (("submit", "jobs.yaml", "--run", "nowhere"), "nowhere is not there"),
         (("submit", "other.yaml"), "runs/other is not there"),
         (("submit", "other.yaml", "--run", "runs/jobs"), "job 'a': train.max_steps: differs from"),
+        (("resume", "a", "--run", "runs/jobs"), "a is over: completed"),
+        (("cancel", "a", "--run", "runs/jobs"), "a is over: completed"),
         (("submit", "jobs.yaml"), "nobody is at work in runs/jobs"),
         (("submit", "jobs.yaml", "-o", "base.dtype=bfloat16"), "base.dtype: is bfloat16"),
         (("submit", "jobs.yaml", "-o", "train.max_step=3"), "max_step"),

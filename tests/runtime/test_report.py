@@ -154,6 +154,16 @@ def test_failures_are_told_with_their_reasons(tmp_path: Path) -> None:
     assert "Did not get through" not in report_of(synthetic_run(tmp_path / "well")).text
 
 
+def test_what_a_person_cancelled_is_no_failure(tmp_path: Path) -> None:
+    """It is counted, and not among those that did not get through."""
+    root = synthetic_run(tmp_path / "run", jobs=2, failing=["job-001"])
+    assert "Did not get through" in report_of(root).text
+    path = root / "job-001" / "result.json"
+    path.write_text(path.read_text().replace('"failed"', '"cancelled"'))
+    text = report_of(root).text
+    assert "1 cancelled" in text and "Did not get through" not in text
+
+
 def test_settings_that_differ_are_shown_side_by_side(tmp_path: Path) -> None:
     """And marked where they are not the default; the others are listed once."""
     text = write_report(synthetic_run(tmp_path / "run", jobs=4)).read_text()

@@ -75,7 +75,8 @@ def render(log: RunLog) -> str:
         started=time.strftime("%Y-%m-%d %H:%M", time.localtime(log.about.get("started", 0))),
         headlines=headlines(log),
         jobs=jobs,
-        troubled=[job for job in jobs if job.reason],
+        # What a person cancelled is as it should be.
+        troubled=[job for job in jobs if job.reason and job.status != "cancelled"],
         preferences=preference_rows(log),
         plan=plan_text(log),
         ranks=rank_rows(log),
@@ -101,7 +102,9 @@ def headlines(log: RunLog) -> list[Headline]:
     rows = sum(batch.rows for batch in batches)
     statuses = [job.status for job in job_rows(log)]
     done = sum(status in ("completed", "stopped early") for status in statuses)
-    others = {status: statuses.count(status) for status in ("failed", "paused", "unfinished")}
+    others = {
+        status: statuses.count(status) for status in ("cancelled", "failed", "paused", "unfinished")
+    }
     note = ", ".join(f"{count} {status}" for status, count in others.items() if count)
     shown = [
         Headline("jobs through", f"{done} of {len(statuses)}", note),

@@ -13,6 +13,7 @@ from tlora.training.preference import FIGURES
 SYMBOLS = {
     "completed": "✓",
     "stopped early": "✓",
+    "cancelled": "□",
     "failed": "✗",
     "paused": "‖",
     "unfinished": "…",

@@ -70,6 +70,9 @@ def ask(root: Path, kind: str, job: str, *, patience_s: float) -> str:
     """Cancel a job, or have it go on. Raises SpecError for what cannot be done."""
     check_is_run(root, kind)
     check_job(root, job)
+    if not is_at_work(root):
+        # A run that is at work knows better: its jobs may be about to end, or to begin again.
+        check_not_over(root, job, kind)
     requests = Requests(root / "state.sqlite")
     try:
         answer = put_and_wait(requests, root, kind, job, {}, patience_s=patience_s).answer
@@ -88,6 +91,16 @@ def check_job(root: Path, job: str) -> None:
     if job not in names:
         shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
         raise SpecError(f"{root} has no job '{job}'; there are {shown}")
+
+
+def check_not_over(root: Path, job: str, kind: str) -> None:
+    """By its result: one that has come to its end cannot go on, or be cancelled."""
+    try:
+        status = json.loads((root / job / "result.json").read_text()).get("status")
+    except (OSError, ValueError, AttributeError):
+        return
+    if status in ("completed", "stopped_early") or (kind, status) == ("cancel", "cancelled"):
+        raise SpecError(f"{job} is over: {status}")
 
 
 def nobody_at_work(root: Path) -> SpecError:
