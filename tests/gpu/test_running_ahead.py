@@ -1,6 +1,8 @@
 """On a CUDA device the host launches a nano-batch while the one before it runs, and waits for
 nothing but its results."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tlora.core.job import DataSpec, EvalSpec, JobSpec, LoraSpec, TrainSpec
 from tlora.core.sequence import TokenSequence
 from tlora.model.super_model import SuperModel
+from tlora.runtime.benchmark.phases import marked_phases
 from tlora.training.driver import JobDriver
 from tlora.training.engine import Engine
 from tlora.training.loop import run_jobs
@@ -125,3 +128,33 @@ def test_no_nano_batch_waits_for_the_device(compiled: bool) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert steps >= 10
+
+
+def waits_pct(host_s: float) -> float:
+    """Of the device, where the host does `host_s` of other work before every nano-batch."""
+    engine = Engine(super_model(compiled=False), budget_tokens=1024, bucket_step=1024)
+    jobs = [driver(f"job-{rank}", rank, 30) for rank in (8, 16)]
+    for each in jobs:
+        each.attach(engine, engine.super_model.new_adapter(each.spec))
+
+    def nano_batches(count: int) -> None:
+        for _ in range(count):
+            time.sleep(host_s)
+            for each in jobs:
+                each.advance(engine)
+            for step in engine.run_nano_batch().steps:
+                next(each for each in jobs if each.name == step.job).on_step(step)
+
+    nano_batches(8)
+    with marked_phases(engine.super_model) as spans:
+        nano_batches(12)
+    found = spans.waits_pct()
+    assert found is not None
+    return found
+
+
+def test_a_slow_host_is_seen_as_a_device_that_waits() -> None:
+    """Fifty milliseconds before nano-batches that take a few; without them it waits less."""
+    slow = waits_pct(0.05)
+    assert slow > 60
+    assert waits_pct(0.0) < slow - 20

@@ -17,7 +17,7 @@ from tlora.runtime.benchmark.arms import (
     train_together,
 )
 from tlora.runtime.benchmark.peft_arm import PeftJobs, batches_of, train_one_by_one
-from tlora.runtime.benchmark.phases import Phases, clocked_phases
+from tlora.runtime.benchmark.phases import Phases, clocked_phases, waits_pct
 from tlora.runtime.benchmark.workload import Workload
 from tlora.training import optimiser
 
@@ -72,7 +72,7 @@ def test_peft_trains_what_we_train(plain, ours, work, packed) -> None:
 def test_peft_under_autocast_trains_the_same_float32_adapters(plain, ours, work) -> None:
     """In bfloat16 the losses are those of float32 products but for rounding, and what the adapters
     multiply is not float32 any more; a rate of half is further off than rounding."""
-    job = replace(work.jobs[1], train=replace(work.jobs[1].train, max_steps=4, learning_rate=1e-2))
+    job = replace(work.jobs[1], train=replace(work.jobs[1].train, max_steps=4, learning_rate=2e-3))
     rows = work.rows[job.name][: job.train.batch_size]
     peft = PeftJobs(copy.deepcopy(plain).to(torch.bfloat16), draw_adapters(ours, [job]))
     seen: set[torch.dtype] = set()
@@ -92,7 +92,7 @@ def test_peft_under_autocast_trains_the_same_float32_adapters(plain, ours, work)
     assert seen == {torch.float32}
     found = losses(autocast=True)
     assert seen == {torch.bfloat16}
-    half = losses(True, replace(job, train=replace(job.train, learning_rate=5e-3)))
+    half = losses(True, replace(job, train=replace(job.train, learning_rate=1e-3)))
     assert found == pytest.approx(in_float32, rel=0.01)
     assert half != pytest.approx(in_float32, rel=0.01)
 
@@ -164,3 +164,9 @@ def test_overhead_is_the_share_of_no_phase() -> None:
     phases = Phases({"forward": 1.0, "backward": 1.5, "optimiser": 0.5})
     assert phases.overhead_pct(4.0) == 25.0
     assert Phases({"forward": 1.0, "backward": 0.0, "optimiser": 0.5}).overhead_pct(4.0) is None
+
+
+def test_waits_are_what_lies_between_spans() -> None:
+    """1 of 10 and then 2 of 10 milliseconds between three spans; none where they touch."""
+    assert waits_pct([(0.0, 3.0), (4.0, 6.0), (8.0, 10.0)]) == 30.0
+    assert waits_pct([(2.0, 3.0), (3.0, 12.0)]) == 0.0

@@ -31,7 +31,7 @@ from tlora.runtime.benchmark.lineup import (
     PLAIN,
     Lineup,
 )
-from tlora.runtime.benchmark.phases import clocked_phases
+from tlora.runtime.benchmark.phases import clocked_phases, marked_phases
 from tlora.runtime.benchmark.rounds import Rounds, run_rounds
 from tlora.runtime.benchmark.settings import ARMS, NAMED_LENGTHS, Settings, read_lengths
 from tlora.runtime.benchmark.shapes import Shape
@@ -63,6 +63,7 @@ class Result:
 
     graphs: Graphs
     engine_overhead_pct: float | None
+    device_waits_pct: float | None
     linears: list[LinearTime]
     """Empty if there was no time for them."""
 
@@ -242,6 +243,9 @@ def _run(settings: Settings, say: Say, started: float) -> Result:
     def overhead() -> float | None:
         return engine_overhead_pct(lineup, started + seconds)
 
+    def waits() -> float | None:
+        return device_waits_pct(lineup, started + seconds)
+
     def peft_alone() -> Rounds:
         return run_rounds(
             lineup.alone("peft"),
@@ -254,6 +258,7 @@ def _run(settings: Settings, say: Say, started: float) -> Result:
     pauses_seen = in_time("pauses", watched_pauses)
     linears_seen = in_time("single linears", times_of_linears) or []
     overhead_pct = in_time("the engine's own work", overhead)
+    waits_pct = in_time("the device's waits", waits) if device.type == "cuda" else None
     if set(PEFT.values()) <= set(rounds.out_of_memory):
         # Beside our model there was no room; nothing of ours is measured any more.
         alone = in_time("PEFT by itself", peft_alone)
@@ -270,6 +275,7 @@ def _run(settings: Settings, say: Say, started: float) -> Result:
         pauses=pauses_seen,
         linears=linears_seen,
         engine_overhead_pct=overhead_pct,
+        device_waits_pct=waits_pct,
         graphs=lineup.graphs,
         peak_bytes=peak.bytes,
         gemm_flops_per_s=gemm,
@@ -342,20 +348,40 @@ def chosen_kinds(settings: Settings) -> tuple[list[str], list[str]]:
 def engine_overhead_pct(lineup: Lineup, until: float) -> float | None:
     """The median of a few runs, fewer if time is short; None if the engine no longer calls what
     the clocks are put on."""
+
+    def share() -> float | None:
+        with clocked_phases(lineup.ours) as phases:
+            seconds = _fused_seconds(lineup)
+        return phases.overhead_pct(seconds)
+
+    return _median_of_runs(share, until)
+
+
+def device_waits_pct(lineup: Lineup, until: float) -> float | None:
+    """The part of a fused run in which the device had nothing to do between phases; the median of
+    a few runs."""
+
+    def share() -> float | None:
+        with marked_phases(lineup.ours) as spans:
+            _fused_seconds(lineup)
+        return spans.waits_pct()
+
+    return _median_of_runs(share, until)
+
+
+def _fused_seconds(lineup: Lineup) -> float:
+    work, adapters = lineup.work, lineup.adapters
+    run = train_together(lineup.ours, work, work.jobs, lineup.budget, adapters=adapters)
+    return run.seconds
+
+
+def _median_of_runs(share: Callable[[], float | None], until: float) -> float | None:
     shares: list[float] = []
     for _ in range(CLOCKED_RUNS):
-        with clocked_phases(lineup.ours) as phases:
-            run = train_together(
-                lineup.ours,
-                lineup.work,
-                lineup.work.jobs,
-                lineup.budget,
-                adapters=lineup.adapters,
-            )
-        share = phases.overhead_pct(run.seconds)
-        if share is None:
+        found = share()
+        if found is None:
             return None
-        shares.append(share)
+        shares.append(found)
         if time.monotonic() > until:
             break
     return statistics.median(shares)

@@ -1,13 +1,15 @@
 """Where the time of a fused step goes: forward, backward, optimiser, and the engine's own work.
 
 Clocks are put around the functions that the engine calls, in a run of its own outside of the
-measured rounds. On a device every phase is waited for, which hides nothing: what the engine does
-while a device works counts in full, so its share is an upper bound there.
+measured rounds. `Phases` waits for the device at every one, which hides nothing: what the engine
+does while a device works counts in full. `Spans` waits for nothing and reads the device's own
+clock: what is left between two phases is work of the engine that the device did not hide.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import FunctionType
 
 import torch
@@ -49,10 +51,68 @@ class Phases:
         return run
 
 
+@dataclass(slots=True)
+class Spans:
+    """When the device began and ended what each phase launched."""
+
+    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    _inside: bool = False
+
+    def marked(self, _phase: str, function: Callable) -> Callable:
+        def run(*args: object, **options: object) -> object:
+            if self._inside:
+                return function(*args, **options)
+            self._inside = True
+            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begun.record()
+            try:
+                return function(*args, **options)
+            finally:
+                ended.record()
+                self.events.append((begun, ended))
+                self._inside = False
+
+        return run
+
+    def waits_pct(self) -> float | None:
+        """None if no phase was seen twice."""
+        torch.cuda.synchronize()
+        if len(self.events) < 2:
+            return None
+        at = self.events[0][0].elapsed_time
+        return waits_pct([(at(begun), at(ended)) for begun, ended in self.events])
+
+
+def waits_pct(spans: Sequence[tuple[float, float]]) -> float:
+    """What part of the time from the first beginning to the last end lies between spans."""
+    between = sum(begun - ended for (_, ended), (begun, _) in pairwise(spans))
+    return 100 * between / (spans[-1][1] - spans[0][0])
+
+
 @contextmanager
 def clocked_phases(model: SuperModel) -> Iterator[Phases]:
     """While entered, the engine's calls are timed."""
     phases = Phases()
+
+    def clocked(phase: str, function: Callable) -> Callable:
+        return phases.clocked(phase, function, model.device)
+
+    with _wrapped_phases(model, clocked):
+        yield phases
+
+
+@contextmanager
+def marked_phases(model: SuperModel) -> Iterator[Spans]:
+    """While entered, the engine's calls are marked on the device's clock."""
+    spans = Spans()
+    with _wrapped_phases(model, spans.marked):
+        yield spans
+
+
+@contextmanager
+def _wrapped_phases(
+    model: SuperModel, wrapped: Callable[[str, Callable], Callable]
+) -> Iterator[None]:
     places: list[tuple[object, str, str]] = [
         (model, "token_losses", FORWARD),
         (torch.autograd, "backward", BACKWARD),
@@ -65,9 +125,8 @@ def clocked_phases(model: SuperModel) -> Iterator[Phases]:
     with ExitStack() as stack:
         for owner, name, phase in places:
             if hasattr(owner, name):
-                clocked = phases.clocked(phase, getattr(owner, name), model.device)
-                stack.enter_context(_replaced(owner, name, clocked))
-        yield phases
+                stack.enter_context(_replaced(owner, name, wrapped(phase, getattr(owner, name))))
+        yield
 
 
 @contextmanager

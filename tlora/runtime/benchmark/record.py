@@ -68,6 +68,7 @@ def record(result: Result, command: str) -> dict[str, object]:
         "ratio_peft": rounded(result.ratio_peft, 3),
         "ratio_one_at_a_time": rounded(result.ratio_one_at_a_time, 3),
         "engine_overhead_pct": rounded(result.engine_overhead_pct, 2),
+        "device_waits_pct": rounded(result.device_waits_pct, 2),
         "linears": [linear(each) for each in result.linears],
         "linears_overhead_pct": rounded(overhead_pct(result.linears), 1),
         "attach_ms": rounded(pauses and pauses.attach_seconds * 1e3, 3),

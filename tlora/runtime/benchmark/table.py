@@ -137,7 +137,7 @@ def sentences(result: Result) -> list[str]:
     if overhead is not None:
         found.append(
             f"Engine overhead: {overhead:.1f} % of the fused time is neither forward, backward nor "
-            "optimiser."
+            f"optimiser{_hidden(result)}."
         )
     if result.linears:
         found.append(
@@ -187,6 +187,12 @@ def _peak(result: Result) -> str:
         return ""
     what = "the process grew by" if result.device.type == "cpu" else "memory peaked at"
     return f"; {what} {result.peak_bytes / 2**20:,.0f} MiB"
+
+
+def _hidden(result: Result) -> str:
+    if result.device_waits_pct is None:
+        return ""
+    return f"; the device waits {result.device_waits_pct:.1f} % of the time, the rest is hidden"
 
 
 def wrapped(text: str) -> list[str]:
