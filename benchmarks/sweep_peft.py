@@ -1,7 +1,8 @@
 """A sweep against the same trials one by one with PEFT, in seconds, and what fusing and early exit
 have of it.
 
-    python benchmarks/sweep_peft.py --model DIR --data FOLDER [--json FILE] [--curves DIR]
+    python benchmarks/sweep_peft.py --model DIR --data FOLDER [--json FILE]
+        [--curves DIR [--only-curves]]
 
 48 trials (learning rate x rank x batch size, the highest rates hopeless on purpose) of each dataset
 are run three ways on one device: by PEFT, one after another, every one to its end; fused, every one
@@ -16,8 +17,8 @@ well (tlora/runtime/benchmark/peft_arm.py), and ends a trial at an evaluation th
 ours fails it. If PEFT would take longer than --seconds leaves, it runs as many trials as fit, every
 rank and batch size among them, and the rest is reckoned from these; such a line says so.
 
-With --curves the fused trials are run to their ends and nothing else: what each came to goes to
-DIR/DATASET-ROWS for benchmarks/sweep_rules.py, which brings other rules over it.
+With --curves what each trial came to that was run to its end goes to DIR/DATASET-ROWS for
+benchmarks/sweep_rules.py, which brings other rules over it; with --only-curves nothing else is run.
 """
 
 import argparse
@@ -348,6 +349,7 @@ def measure(
     seconds: float,
     found: Figures,
     line: dict[str, object],
+    curves: Path | None,
 ) -> None:
     """All three ways into `line`, as they come; PEFT last, as long as `seconds` from now allow."""
     end = found.left - seconds
@@ -364,6 +366,8 @@ def measure(
     to_end = FusedSweep(sweep, model, budget, "none")
     fused_s = to_end.run()
     found.say(f"{sweep.name}: fused, all to their ends: {fused_s.wall:.1f} s")
+    if curves is not None:
+        keep_curves(to_end, curves)
     line |= {
         "fused": fused_s.as_json(),
         "fused_tokens": to_end.state.tokens_spent,
@@ -393,10 +397,8 @@ def measure(
     }
 
 
-def keep_curves(sweep: Sweep, model: SuperModel, budget: int, root: Path) -> None:
-    """Every trial to its end, as a log of `tlora tune` has it."""
-    to_end = FusedSweep(sweep, model, budget, "none")
-    to_end.run()
+def keep_curves(to_end: FusedSweep, root: Path) -> None:
+    """As a log of `tlora tune` has them."""
     root.mkdir(parents=True)
     log = StudyLog(root / "state.sqlite")
     log.begin({"spec": {"search": {"objective": asdict(ObjectiveSpec())}}})
@@ -534,8 +536,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", type=int, help="tokens of a nano-batch; else as a run's")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=1, help="of a CPU")
-    parser.add_argument("--curves", type=Path, metavar="DIR", help="only these, for sweep_rules.py")
+    parser.add_argument("--curves", type=Path, metavar="DIR", help="kept for sweep_rules.py")
+    parser.add_argument("--only-curves", action="store_true")
     given = parser.parse_args(arguments)
+    if given.only_curves and given.curves is None:
+        parser.error("--only-curves needs --curves DIR")
     torch.set_num_threads(given.threads)
     quieten_libraries()
     with figures("sweep_peft", given) as found:
@@ -560,10 +565,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lines: list[dict[str, object]] = []
         found.values["sweeps"] = lines
         for at, sweep in enumerate(sweeps):
-            if given.curves is not None:
-                root = given.curves / f"{sweep.name}-{given.rows}"
-                keep_curves(sweep, model, budget, root)
-                found.say(f"{sweep.name}: {root}")
+            curves = given.curves and given.curves / f"{sweep.name}-{given.rows}"
+            if given.only_curves:
+                to_end = FusedSweep(sweep, model, budget, "none")
+                found.say(f"{sweep.name}: all to their ends: {to_end.run().wall:.1f} s")
+                keep_curves(to_end, curves)
                 continue
             starts = {job.name: model.new_adapter(job) for job in sweep.jobs}
             peft = PeftJobs(alone, starts)
@@ -581,7 +587,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             }
             lines.append(line)
             share = found.left / (len(sweeps) - at)
-            measure(sweep, model, peft, budget, share, found, line)
+            measure(sweep, model, peft, budget, share, found, line, curves)
             table(lines, found)
 
 

@@ -191,7 +191,7 @@ def test_captured_evaluations_see_what_plain_ones_do() -> None:
     for run in (plain, captured):
         run.attach("a", 8, evaluated=True)
         run.attach("b", 20, dropout=0.3, evaluated=True)
-        run.step(24)
+        run.step(44)
         run.drain()
     assert captured.model.captures == 2, "one of training, one of evaluation"
     for job, losses in plain.evaluations.items():

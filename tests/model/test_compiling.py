@@ -12,6 +12,7 @@ from tlora.model import compiling, routing, super_model
 from tlora.model.compiling import graphs_compiled
 from tlora.model.packing import PackedBatch, Share, pack
 from tlora.model.super_model import SuperModel
+from tlora.runtime import exporting
 from tlora.training.engine import Engine
 
 
@@ -197,6 +198,25 @@ def test_layers_compile_on_a_cpu_too(traced_on_the_cpu: None) -> None:
         graphs.append(graphs_compiled())
     assert compiled.routing.compiled
     assert graphs[1] == graphs[2] == graphs[3]
+
+
+def test_an_adapter_is_checked_through_layers_that_are_not_compiled(
+    traced_on_the_cpu: None,
+) -> None:
+    """What is written is compared in float32, with hooks on linears: no graph is made of that, and
+    the layers are compiled again afterwards."""
+    model = SuperModel(tiny_llama().bfloat16(), compiled=True)
+    attach(model, "a", 4)
+    step(model, 32, 0)
+    before = graphs_compiled()
+    ids = np.arange(1, 20)
+    looked = exporting.look(model, spec("a", 4), TokenSequence(ids, ids))
+    assert looked.result() < 1e-4
+    assert graphs_compiled() == before
+    calls = [layer._compiled_call_impl for layer in compiling.layers_of(model.model)]
+    assert all(calls) and model.routing.compiled
+    step(model, 32, 0)
+    assert graphs_compiled() == before
 
 
 def test_an_engine_goes_on_where_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

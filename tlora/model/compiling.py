@@ -6,7 +6,8 @@ the second size on; rank rows and lists are symbolic from the start, so that job
 without compiling anything.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -47,12 +48,30 @@ def in_shards(model: nn.Module) -> bool:
     return any(isinstance(layer, FSDPModule) for layer in layers_of(model))
 
 
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """While entered, layers run as they were written, with whatever hooks and weights they have."""
+    kept = [
+        (layer, layer._compiled_call_impl, layer.__dict__.get("forward"))
+        for layer in layers_of(model)
+    ]
+    run_uncompiled(model)
+    try:
+        yield
+    finally:
+        for layer, call, forward in kept:
+            layer._compiled_call_impl = call
+            if forward is not None:
+                layer.forward = forward
+
+
 def run_uncompiled(model: nn.Module) -> None:
     """From the next call on."""
     for layer in layers_of(model):
         layer._compiled_call_impl = None
-        # Of layers in shards: the class's own is underneath.
-        layer.__dict__.pop("forward", None)
+        if isinstance(layer, FSDPModule):
+            # The class's own is underneath.
+            layer.__dict__.pop("forward", None)
 
 
 def is_compile_error(error: BaseException) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tlora.model.compiling import uncompiled
 from tlora.model.linear import LoraLinear
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -19,7 +20,8 @@ NARROW = (torch.bfloat16, torch.float16)
 
 @contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
-    """While entered, the model's forward computes in float32 with the values its weights have."""
+    """While entered, the model's forward computes in float32 with the values its weights have.
+    Nothing is compiled for that: hooks that change weights are no part of a graph."""
     hooks = []
     for module in model.modules():
         if isinstance(module, nn.Embedding):
@@ -31,7 +33,8 @@ def in_float32(model: nn.Module) -> Iterator[None]:
         elif any(_is_narrow(parameter) for parameter in module.parameters(recurse=False)):
             hooks += _widen_while_running(module, _OwnWeights(module))
     try:
-        yield
+        with uncompiled(model):
+            yield
     finally:
         for hook in hooks:
             hook.remove()
