@@ -5,10 +5,12 @@ So this shows that they are right on a GPU, and nothing of their speed. The same
 GPU where TLORA_TEST_DEVICE=cpu.
 """
 
+import functools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,12 +67,14 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def alone(jobs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """In one process."""
-    return {
-        dtype: trained(file, tmp_path_factory.mktemp("alone") / dtype)
-        for dtype, file in jobs.items()
-    }
+def alone(jobs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A run of this precision in one process."""
+
+    @functools.cache
+    def run(dtype: str) -> Path:
+        return trained(jobs[dtype], tmp_path_factory.mktemp("alone") / dtype)
+
+    return run
 
 
 def trained(jobs: Path, output: Path, *options: str) -> Path:
@@ -88,7 +92,7 @@ def losses(output: Path, job: str) -> list[float]:
 
 @pytest.mark.parametrize("kind", PLANS)
 def test_two_ranks_on_one_device_train_as_one_process(
-    kind: str, jobs: dict[str, Path], alone: dict[str, Path], tmp_path: Path
+    kind: str, jobs: dict[str, Path], alone: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Every job's losses; no group was lost on the way, and both ranks took part."""
     dtype, plan = PLANS[kind]
@@ -101,7 +105,7 @@ def test_two_ranks_on_one_device_train_as_one_process(
     kinds = set(group["ranks"][0]["collectives"])
     assert ("gradient" in kinds) == ("spread" in plan) and ("backbone" in kinds) == ("fsdp" in plan)
     for job in JOBS:
-        found, expected = losses(run, job), losses(alone[dtype], job)
+        found, expected = losses(run, job), losses(alone(dtype), job)
         assert found == pytest.approx(expected, rel=CLOSE[dtype]), job
         wrong = [each * (1 + 3 * CLOSE[dtype]) for each in found]
         assert wrong != pytest.approx(expected, rel=CLOSE[dtype])

@@ -60,18 +60,24 @@ class _OwnWeights:
 
 
 class _SharedWeights:
-    """Those of linears that are computed together when the first of them is called."""
+    """Those of linears that are computed together when the first of them is called. Their adapters
+    are float32 in the pool; kernels may be given a copy that is not."""
 
     def __init__(self, linear: LoraLinear) -> None:
         self.group = linear.group
         self.kept = (self.group.weights, self.group.biases)
+        self.operands = [rows.operand for rows in self.group.pool.matrices]
 
     def widen(self) -> None:
         self.group.weights = [_widened(weight) for weight in self.kept[0]]
         self.group.biases = [bias if bias is None else _widened(bias) for bias in self.kept[1]]
+        for rows in self.group.pool.matrices:
+            rows.operand = rows.value
 
     def restore(self) -> None:
         self.group.weights, self.group.biases = self.kept
+        for rows, operand in zip(self.group.pool.matrices, self.operands, strict=True):
+            rows.operand = operand
 
 
 def _widen_while_running(module: nn.Module, weights: _OwnWeights | _SharedWeights) -> list:

@@ -55,7 +55,7 @@ def begin_export(
         if not error <= LOGITS_TOLERANCE:
             raise AdapterError(
                 f"job '{job.name}': the exported matrices give other logits than the trained "
-                f"adapter (by {error:.1%})"
+                f"adapter (by {error:.1e} of the largest; {LOGITS_TOLERANCE:.0e} may be rounding)"
             )
 
     def export(directory: Path) -> None:

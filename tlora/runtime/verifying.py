@@ -81,5 +81,8 @@ def peft_logits(directory: Path, model_name: str, ids) -> torch.Tensor | None:
 
 def _compared(directory: Path, other: str, error: float) -> str:
     if not error <= LOGITS_TOLERANCE:
-        raise AdapterError(f"{directory}: {other} gives other logits (by {error:.1%})")
+        raise AdapterError(
+            f"{directory}: {other} gives other logits (by {error:.1e} of the largest; "
+            f"{LOGITS_TOLERANCE:.0e} may be rounding)"
+        )
     return f"logits equal to {other} within {error:.1e}"

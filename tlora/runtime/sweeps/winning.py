@@ -67,7 +67,8 @@ def check_logits(adapter: Path, trial: MadeTrial, model: SuperModel) -> None:
     )
     if not error <= LOGITS_TOLERANCE:
         raise AdapterError(
-            f"{adapter}: its matrices give other logits than the trained adapter (by {error:.1%})"
+            f"{adapter}: its matrices give other logits than the trained adapter (by {error:.1e} "
+            f"of the largest; {LOGITS_TOLERANCE:.0e} may be rounding)"
         )
 
 
