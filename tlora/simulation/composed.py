@@ -11,13 +11,14 @@ That takes milliseconds a group: for an executor, which asks when a group change
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from tlora.core.cluster import Tier
 from tlora.core.plan import Plan
 from tlora.core.request import JobRequest
 from tlora.costs.groups import Costs, GroupPrediction, JobFigures
 from tlora.costs.rounds import BaseCosts
-from tlora.training.compose import Composition, Kind, Waiting, compose
+from tlora.training.compose import Kind, Waiting, compose
 
 NANO_BATCHES = 256
 """So many are composed of a group."""
@@ -86,76 +87,46 @@ def composed_round(
     bucket: int,
 ) -> Round:
     """Each job's data come in an order that is its own, whoever is beside it."""
-    jobs = [_Feed(request, weight) for request, weight in zip(requests, weights, strict=True)]
-    sizes = [int(size) for size in base.profile.sizes(bucket)]
+    jobs = [
+        Feed(request, each, weight)
+        for request, each, weight in zip(requests, figures, weights, strict=True)
+    ]
+    sizes = sizes_of(base, bucket)
     seconds, segments = 0.0, 0
     for _ in range(NANO_BATCHES):
-        found = compose([job.waiting for job in jobs], budget=bucket, buckets=sizes)
-        assert found is not None, "a job always has something waiting"
-        seconds += _seconds(base, found, jobs, figures, bucket)
-        segments += len(found.picks)
+        found = next_nano_batch(base, jobs, bucket, sizes)
+        seconds += found.seconds
+        segments += found.segments
     return Round(
         seconds=seconds / NANO_BATCHES,
         tokens=tuple(job.tokens / NANO_BATCHES for job in jobs),
-        steps=tuple(
-            job.sequences / request.load.batch_size / NANO_BATCHES
-            for job, request in zip(jobs, requests, strict=True)
-        ),
+        steps=tuple(job.steps / NANO_BATCHES for job in jobs),
         segments=segments / NANO_BATCHES,
     )
 
 
-def _seconds(
-    base: BaseCosts,
-    found: Composition,
-    jobs: Sequence["_Feed"],
-    figures: Sequence[JobFigures],
-    bucket: int,
-) -> float:
-    """Of this nano-batch; its sequences leave those that wait."""
-    picked = {pick.job: pick.indices for pick in found.picks}
-    beside_s = steps = step_s = parameters = 0.0
-    for job, each in zip(jobs, figures, strict=True):
-        job.credit = found.credits[job.name]
-        if job.name not in picked:
-            continue
-        lengths = job.take(picked[job.name])
-        squares = sum(length**2 for length in lengths)
-        lora_s = each.whole.lora_s / each.batch_tokens
-        beside_s += base.time.square_s * squares + lora_s * sum(lengths)
-        if not job.left:
-            job.begin_batch()
-            steps += each.whole.steps
-            step_s += each.whole.step_s
-            parameters += each.whole.parameters
-    seconds, _ = base.seconds(
-        float(found.tokens),
-        beside_s,
-        float(len(picked)),
-        bucket,
-        steps,
-        step_s,
-        parameters,
-        1,
-        None,
-    )
-    return seconds
+class Feed:
+    """A job's sequences, batch by batch, and what it has trained."""
 
-
-class _Feed:
-    """A job's sequences, batch by batch."""
-
-    def __init__(self, request: JobRequest, weight: float) -> None:
-        self.name, self.load, self.weight = request.name, request.load, weight
+    def __init__(
+        self, request: JobRequest, figures: JobFigures, weight: float, *, seed: int = 0
+    ) -> None:
+        self.name, self.load, self.figures = request.name, request.load, figures
+        self.weight = weight
         self.credit = 0.0
         self.left: list[int] = []
-        self.tokens = self.sequences = 0
-        self._order = _shuffled(request)
+        self.tokens = self._sequences = 0
+        self._order = _shuffled(request, seed)
         self.begin_batch()
 
     @property
     def waiting(self) -> Waiting:
         return Waiting(self.name, Kind.TRAIN, self.left, self.weight, self.credit, self.load.rank)
+
+    @property
+    def steps(self) -> float:
+        """A batch that is under way counts by its sequences."""
+        return self._sequences / self.load.batch_size
 
     def begin_batch(self) -> None:
         self.left = [next(self._order) for _ in range(self.load.batch_size)]
@@ -165,13 +136,53 @@ class _Feed:
         gone = set(indices)
         self.left = [each for index, each in enumerate(self.left) if index not in gone]
         self.tokens += sum(taken)
-        self.sequences += len(taken)
+        self._sequences += len(taken)
         return taken
 
 
-def _shuffled(request: JobRequest) -> Iterator[int]:
+class ComposedNanoBatch(NamedTuple):
+    seconds: float
+    """With the steps after it."""
+
+    segments: int
+
+
+def next_nano_batch(
+    base: BaseCosts, jobs: Sequence[Feed], bucket: int, sizes: Sequence[int]
+) -> ComposedNanoBatch:
+    """What it has taken is trained; whose batch is through begins the next."""
+    found = compose([job.waiting for job in jobs], budget=bucket, buckets=sizes)
+    assert found is not None, "a job always has something waiting"
+    picked = {pick.job: pick.indices for pick in found.picks}
+    beside_s = steps = step_s = parameters = 0.0
+    for job in jobs:
+        job.credit = found.credits[job.name]
+        if job.name not in picked:
+            continue
+        lengths, whole = job.take(picked[job.name]), job.figures.whole
+        squares = sum(length**2 for length in lengths)
+        lora_s = whole.lora_s / job.figures.batch_tokens
+        beside_s += base.time.square_s * squares + lora_s * sum(lengths)
+        if not job.left:
+            job.begin_batch()
+            steps += whole.steps
+            step_s += whole.step_s
+            parameters += whole.parameters
+    tokens, segments = float(found.tokens), float(len(picked))
+    seconds, _ = base.seconds(
+        tokens, beside_s, segments, bucket, steps, step_s, parameters, 1, None
+    )
+    return ComposedNanoBatch(seconds, len(picked))
+
+
+def sizes_of(base: BaseCosts, bucket: int) -> list[int]:
+    """That the engine pads to."""
+    return [int(size) for size in base.profile.sizes(bucket)]
+
+
+def _shuffled(request: JobRequest, seed: int) -> Iterator[int]:
     """Its lengths, again and again, in ever another order."""
-    draw = random.Random(request.name)
+    draw = random.Random(f"{seed}:{request.name}")
     lengths = list(request.load.lengths)
     while True:
         draw.shuffle(lengths)
