@@ -1,16 +1,16 @@
 """Does a simulated run end when a real one does? `python benchmarks/fidelity.py --json FILE`.
 
 Jobs on the demo base arrive over time at two one-thread worker processes, which stand for two GPUs.
-Every policy drives them for real, several times, through the control loop, and once in a simulation
-whose costs are the profile of this machine. Makespan, mean and p99 of the completion times must
-agree, and the policies must rank alike. Every real run's recorded turns are replayed.
+Every policy drives them for real, several times, through the control loop, and in simulations whose
+costs are the profile of this machine. Makespan, mean and p99 of the completion times must agree,
+and the policies must rank alike. Every real run's recorded turns are replayed.
 
 The profile is measured here first, by `tlora profile`'s own code in as many processes at once as
 there are workers (they share caches and memory). Then a calibration on other jobs than those of the
 comparison, through the same workers, adds what a profile of bare nano-batches cannot know: what a
-worker spends around them (a factor and a constant per nano-batch), and what attaching and ending
-cost with files. A round of it is run before every real run, so that both see the machine at the
-same times. docs/fidelity.md says more. Run it on a machine that does nothing else.
+worker spends around them, and what attaching and ending cost with files. A round of it is run
+before every real run and after the last, and a policy is simulated at each speed that the machine
+had around its real runs. docs/fidelity.md says more. Run it on a machine that does nothing else.
 """
 
 import argparse
@@ -21,7 +21,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from fidelity_calibration import (
     NEVER,
     RANKS,
     Calibration,
-    Overheads,
     measure_profile,
     new_job,
     new_spec,
@@ -41,6 +39,9 @@ from fidelity_calibration import (
     run_directory,
     say,
 )
+from fidelity_overheads import Overheads
+from fidelity_prices import NanoBatches, RunBatch, price_error_pct
+from fidelity_verdict import LIMITS_PCT, judged, print_table
 
 from tlora.control import Loop, Turn
 from tlora.control.protocols import turn_of_json
@@ -57,11 +58,12 @@ from tlora.runtime.benchmark import record
 from tlora.runtime.environment import quieten_libraries
 from tlora.runtime.executors.devices import DeviceExecutor
 from tlora.schedule import Settings, make_policy
+from tlora.simulation.composed import ComposedCosts
 from tlora.simulation.executor import SimulatedExecutor
 from tlora.store.memory import MemoryStore
 from tlora.store.sqlite import SqliteStore
 
-POLICIES = ("tlora", "solo", "tlora-no-scheduler")
+POLICIES = ("tlora", "solo", "fifo-memory")
 SETTINGS = Settings(max_replicas=1, min_stay_s=10.0)
 TICK_S = 10.0
 ROUNDS_BEFORE = 2
@@ -75,8 +77,6 @@ LOAD = 4.0
 """Jobs arrive in the first part of a run, so that what a job takes grows as the machine's slowness
 does. Were they to arrive over all of it (1.5), a machine that is 5 % slower would give completion
 times that are 20 % longer, and repeats of one real run would differ by more than the limits."""
-
-LIMITS_PCT = {"makespan_s": 5.0, "jct_mean_s": 5.0, "jct_p99_s": 10.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,7 @@ def main() -> int:
     quieten_libraries()
     with tempfile.TemporaryDirectory(prefix="fidelity-") as folder:
         work = options.keep_runs or Path(folder)
+        work.mkdir(parents=True, exist_ok=True)
         if options.profile is None:
             measured = measure_profile(options.workers, options.profile_seconds, work)
         else:
@@ -113,12 +114,11 @@ def main() -> int:
             overheads = calibration.overheads(measured)
         finally:
             calibration.close()
-        say(f"the simulation is told: {overheads.line}")
-        truth = Costs({BASE: with_memory(overheads.on(measured), requests)}, costs.cluster)
-        found = {
-            policy: compared(figures(simulate(policy, requests, costs, truth)), runs)
-            for policy, runs in real.items()
-        }
+    say(f"the simulation is told: {overheads.line}")
+    simulator = Simulator(measured, overheads, requests, costs)
+    found = {
+        policy: compared(policy, runs, simulator, calibration) for policy, runs in real.items()
+    }
     verdict = judged(found)
     print_table(found, verdict)
     line = {
@@ -132,7 +132,7 @@ def main() -> int:
         "repeats": options.repeats,
         "heldout_error_pct": measured.heldout_error_pct,
         "noise_pct": measured.noise_pct,
-        "overheads": {name: getattr(overheads, name) for name in Overheads.__slots__},
+        "overheads": overheads.as_json,
         "machine_slower_pct": drifts,
         "policies": found,
         **verdict,
@@ -143,7 +143,7 @@ def main() -> int:
     return 0 if verdict["holds"] else 1
 
 
-def arguments() -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Simulated runs against real ones.")
     parser.add_argument("--jobs", type=int, default=24)
     parser.add_argument("--workers", type=int, default=2)
@@ -154,13 +154,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profile", type=Path, help="a profile of this machine, made before")
     parser.add_argument("--keep-profile", type=Path, help="write the measured profile here")
-    parser.add_argument("--keep-runs", type=Path, help="an empty folder for all runs' files")
+    parser.add_argument("--keep-runs", type=Path, help="a folder for all runs' files")
     parser.add_argument("--profile-seconds", type=float, default=60.0)
     parser.add_argument(
         "--calibration-seconds", type=float, default=3.0, help="for each group, each time"
     )
     parser.add_argument("--json", type=Path)
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def workload(
@@ -213,6 +213,10 @@ class RealRun:
     replayed: bool
     """Its recorded turns gave the same decisions again."""
 
+    batches: list[RunBatch]
+    round_before: int
+    """Of the calibration; the next one came after it."""
+
 
 def run_all(
     spec: RunSpec,
@@ -222,8 +226,8 @@ def run_all(
     options: argparse.Namespace,
     work: Path,
 ) -> tuple[dict[str, list[RealRun]], list[float]]:
-    """Every policy in turn, each time in another order, a round of the calibration before each;
-    and how much slower than at first the machine was in each of these rounds."""
+    """Every policy in turn, each time in another order, a round of the calibration before each and
+    after the last; and how much slower than at first the machine was in each of these rounds."""
     policies = options.policies.split(",")
     found: dict[str, list[RealRun]] = {policy: [] for policy in policies}
     drifts: list[float] = []
@@ -232,32 +236,92 @@ def run_all(
         for policy in [*policies[first:], *policies[:first]]:
             drifts.append(calibration.run_round())
             root = run_directory(spec, work / f"{policy}-{repeat}")
-            turns = run_for_real(policy, requests, costs, root, options.workers)
+            batches = NanoBatches()
+            turns = run_for_real(policy, requests, costs, root, options.workers, batches)
             difference = replay(
                 turns,
                 state=State(costs.cluster),
                 policy=make_policy(policy, fresh(costs), SETTINGS),
             )
-            run = RealRun(figures(turns), difference is None)
+            run = RealRun(figures(turns), difference is None, batches.kept, calibration.rounds - 1)
             found[policy].append(run)
             say(
                 f"{policy}, repeat {repeat + 1}: makespan {run.figures.makespan_s:.1f} s, mean JCT "
                 f"{run.figures.jct_mean_s:.1f} s (machine {drifts[-1]:+.1f} % before); replay "
                 f"{difference or 'gives the same decisions'}"
             )
+    drifts.append(calibration.run_round())
     return found, drifts
 
 
-def compared(simulated: Figures, runs: Sequence[RealRun]) -> dict[str, Any]:
-    errors = {}
-    for name in LIMITS_PCT:
-        mean = statistics.mean(getattr(run.figures, name) for run in runs)
-        errors[name] = (getattr(simulated, name) / mean - 1) * 100
+@dataclass(frozen=True, slots=True)
+class Simulator:
+    profile: Profile
+    overheads: Overheads
+    requests: list[JobRequest]
+    told: Costs
+    """What policies believe, here as in the real runs."""
+
+    def truth(self, slower: float) -> Profile:
+        profile = self.overheads.slower(slower).on(self.profile)
+        return with_memory(profile, self.requests)
+
+    def run(self, policy: str, slower: float = 0.0) -> Figures:
+        """On a machine that is slower by so much than on average."""
+        truth = ComposedCosts({BASE: self.truth(slower)}, self.told.cluster)
+        clock = ManualClock()
+        store: MemoryStore[Turn] = MemoryStore()
+        loop = Loop(
+            state=State(self.told.cluster),
+            policy=make_policy(policy, fresh(self.told), SETTINGS),
+            executor=SimulatedExecutor(clock=clock, costs=truth, arrivals=self.requests),
+            store=store,
+            clock=clock,
+            tick_s=TICK_S,
+        )
+        loop.run()
+        return figures(list(store.turns()))
+
+    def price_error_pct(self, run: RealRun, slower: float) -> float:
+        loads = {request.name: request.load for request in self.requests}
+        return price_error_pct(run.batches, loads, self.truth(slower))
+
+
+def compared(
+    policy: str, runs: Sequence[RealRun], simulator: Simulator, calibration: Calibration
+) -> dict[str, Any]:
+    """The simulated figures are means over the speeds that every worker had before and after every
+    real run: who is grouped with whom hangs on moments, so that a machine that is a hundredth
+    slower may end a run a tenth later."""
+    around = [
+        [*calibration.slowness(run.round_before), *calibration.slowness(run.round_before + 1)]
+        for run in runs
+    ]
+    simulated = [simulator.run(policy, slower) for speeds in around for slower in speeds]
+    once = simulator.run(policy)
+    mean = {
+        name: statistics.mean(getattr(each, name) for each in simulated)
+        for name in Figures.__slots__
+    }
     return {
-        "simulated": as_dict(simulated),
+        "simulated": mean,
+        "simulated_runs": [as_dict(each) for each in simulated],
+        "simulated_at_mean_speed": as_dict(once),
         "real": [as_dict(run.figures) for run in runs],
-        "error_pct": errors,
+        "error_pct": errors_pct(mean, runs),
+        "error_at_mean_speed_pct": errors_pct(as_dict(once), runs),
+        "price_error_pct": [
+            simulator.price_error_pct(run, statistics.mean(speeds))
+            for run, speeds in zip(runs, around, strict=True)
+        ],
         "replayed": sum(run.replayed for run in runs),
+    }
+
+
+def errors_pct(simulated: dict[str, float], runs: Sequence[RealRun]) -> dict[str, float]:
+    return {
+        name: (simulated[name] / statistics.mean(getattr(r.figures, name) for r in runs) - 1) * 100
+        for name in LIMITS_PCT
     }
 
 
@@ -266,32 +330,20 @@ def fresh(costs: Costs) -> Costs:
     return Costs({BASE: costs.profile(BASE)}, costs.cluster)
 
 
-def simulate(policy: str, requests: list[JobRequest], told: Costs, truth: Costs) -> list[Turn]:
-    """The policy believes what it believed in the real runs; time passes as measured over all of
-    them."""
-    clock = ManualClock()
-    store: MemoryStore[Turn] = MemoryStore()
-    loop = Loop(
-        state=State(told.cluster),
-        policy=make_policy(policy, fresh(told), SETTINGS),
-        executor=SimulatedExecutor(clock=clock, costs=fresh(truth), arrivals=requests),
-        store=store,
-        clock=clock,
-        tick_s=TICK_S,
-    )
-    loop.run()
-    return list(store.turns())
-
-
 def run_for_real(
-    policy: str, requests: list[JobRequest], costs: Costs, root: Path, workers: int
+    policy: str,
+    requests: list[JobRequest],
+    costs: Costs,
+    root: Path,
+    workers: int,
+    watch: NanoBatches,
 ) -> list[Turn]:
     devices = ready_workers(root, workers)
     store: SqliteStore[Turn] = SqliteStore(
         root / "state.sqlite", decode=turn_of_json, about={"policy": policy}
     )
     clock = WallClock()
-    executor = DeviceExecutor(devices, clock=clock, arrivals=requests)
+    executor = DeviceExecutor(devices, clock=clock, arrivals=requests, watch=watch)
     loop = Loop(
         state=State(costs.cluster),
         policy=make_policy(policy, fresh(costs), SETTINGS),
@@ -335,77 +387,6 @@ def figures(turns: Sequence[Turn]) -> Figures:
 
 def as_dict(found: Figures) -> dict[str, float]:
     return {name: getattr(found, name) for name in Figures.__slots__}
-
-
-def judged(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    within = all(
-        abs(each["error_pct"][name]) <= limit
-        for each in found.values()
-        for name, limit in LIMITS_PCT.items()
-    )
-    ranks = {name: (ranking(found, name, real=True), ranking(found, name)) for name in LIMITS_PCT}
-    turned = {name: turned_pairs(found, name) for name in LIMITS_PCT}
-    replays = all(each["replayed"] == len(each["real"]) for each in found.values())
-    same = not any(beyond for pairs in turned.values() for _, _, beyond in pairs)
-    return {
-        "ranking": {name: list(real) for name, (real, _) in ranks.items()},
-        "turned_within_noise": {
-            name: [[one, other] for one, other, beyond in pairs if not beyond]
-            for name, pairs in turned.items()
-        },
-        "same_ranking": same,
-        "within_limits": within,
-        "replays_agree": replays,
-        "holds": within and same and replays,
-    }
-
-
-def turned_pairs(found: dict[str, dict[str, Any]], name: str) -> list[tuple[str, str, bool]]:
-    """Policies that the simulation has the other way round, and whether they truly differ: by more
-    than the repeats of either do."""
-    turned: list[tuple[str, str, bool]] = []
-    for one, other in combinations(found, 2):
-        real = statistics.mean(values(found, one, name)) - statistics.mean(
-            values(found, other, name)
-        )
-        simulated = found[one]["simulated"][name] - found[other]["simulated"][name]
-        if real * simulated < 0:
-            noise = max(np.ptp(values(found, policy, name)) for policy in (one, other))
-            turned.append((one, other, bool(abs(real) > noise)))
-    return turned
-
-
-def values(found: dict[str, dict[str, Any]], policy: str, name: str) -> list[float]:
-    return [run[name] for run in found[policy]["real"]]
-
-
-def ranking(found: dict[str, dict[str, Any]], name: str, *, real: bool = False) -> tuple[str, ...]:
-    def value(policy: str) -> float:
-        if real:
-            return statistics.mean(values(found, policy, name))
-        return found[policy]["simulated"][name]
-
-    return tuple(sorted(found, key=value))
-
-
-def print_table(found: dict[str, dict[str, Any]], verdict: dict[str, Any]) -> None:
-    print(f"\n{'policy':20}{'':12}{'real':>10}{'spread':>9}{'simulated':>12}{'error':>9}")
-    for policy, each in found.items():
-        for name, limit in LIMITS_PCT.items():
-            runs = values(found, policy, name)
-            mean = statistics.mean(runs)
-            spread = (max(runs) - min(runs)) / mean * 100
-            error = each["error_pct"][name]
-            mark = "" if abs(error) <= limit else f"  above {limit:g} %"
-            print(
-                f"{policy:20}{name:12}{mean:8.1f} s{spread:7.1f} %{each['simulated'][name]:10.1f} s"
-                f"{error:+7.1f} %{mark}"
-            )
-    for name in ("same_ranking", "replays_agree", "within_limits"):
-        print(f"{name.replace('_', ' ')}: {'yes' if verdict[name] else 'NO'}")
-    for name, pairs in verdict["turned_within_noise"].items():
-        for one, other in pairs:
-            print(f"alike: {one} and {other} in {name}, by less than repeats differ")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What workers cost beyond a machine's profile, for fidelity.py: the profile of as many processes
-at once, the jobs that are run, a calibration on groups of other jobs through the same workers.
+"""What is measured for fidelity.py beside the runs that it compares: the profile of as many
+processes at once, and groups of other jobs than the compared ones, through the same workers.
 
 A machine that others share is not as fast in one minute as in the next. So the calibration's
-workers stay, and a round of it is run before every real run: what the simulation is told is the
-mean of the time in which the real runs were.
+workers stay, and a round of it is run before every real run and after the last: a run is simulated
+at the speeds that the machine had in the rounds around it.
 """
 
 import math
@@ -13,20 +13,16 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fidelity_overheads import GroupRate, Overheads, fit_overheads
 
 from tlora.config import dump_spec, load_spec
 from tlora.core.assets import DEMO
-from tlora.core.cluster import uniform_cluster
 from tlora.core.job import RunSpec
-from tlora.core.plan import Plan
 from tlora.core.request import JobRequest
-from tlora.costs.fit import non_negative_least_squares
-from tlora.costs.groups import Costs
 from tlora.costs.profile import Profile, read_profile, write_profile
 from tlora.model.loading import load_shape
 from tlora.model.targets import find_targets
@@ -61,66 +57,16 @@ GROUPS = (
     ([0], 16),
     ([3], 8),
     ([6], 1),
+    ([7], 2),
     ([1, 4], 8),
+    ([6, 7], 2),
     ([2, 5, 7, 8], 4),
+    ([0, 1, 3, 8, 9, 11], 8),
     ([0, 3, 6, 9, 10, 11], 2),
     (list(range(2, 12)), 1),
 )
 """Numbers of jobs that are calibrated together, and what part of the profile's budget their
-nano-batches have: policies choose small ones for few jobs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Overheads:
-    """What workers add to a profile."""
-
-    factor: float
-    """On all times of the profile."""
-
-    round_s: float
-    """More for every nano-batch."""
-
-    job_s: float
-    """More for every job that steps after it."""
-
-    attach_s: float
-    end_s: float
-    worst_pct: float
-    """The largest error of a calibration group's rate with these."""
-
-    @property
-    def line(self) -> str:
-        pauses = {"attach": self.attach_s, "end": self.end_s}
-        return (
-            f"workers: x {self.factor:.3f} + {self.round_s * 1e3:.2f} ms a nano-batch + "
-            f"{self.job_s * 1e3:.2f} ms a step (worst group {self.worst_pct:+.1f} %), "
-            + ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in pauses.items())
-        )
-
-    def on(self, profile: Profile) -> Profile:
-        times = profile.time
-        scaled = {
-            name: getattr(times, name) * self.factor
-            for name in ("fixed_s", "segment_s", "flat_s", "row_s", "square_s", "lora_s", "rank_s")
-        }
-        scaled["fixed_s"] += self.round_s
-        steps = profile.steps
-        return replace(
-            profile,
-            time=replace(times, **scaled),
-            steps=replace(
-                steps,
-                pass_s=steps.pass_s * self.factor,
-                job_s=steps.job_s * self.factor + self.job_s,
-                parameter_s=steps.parameter_s * self.factor,
-            ),
-            # A group's end is the end of its last job, whose adapter is written while its device
-            # does nothing else; a start pays for it, for in a simulation an end is free.
-            load_s=self.end_s,
-            warmup_s=0.0,
-            attach_s=self.attach_s,
-            detach_s=self.end_s,
-        )
+nano-batches have: few jobs and many, each with few tokens and with many."""
 
 
 def say(text: str) -> None:
@@ -255,34 +201,40 @@ class Calibration:
         self._seen.append(found)
         return (statistics.mean(found[key] / self._seen[0][key] for key in found) - 1) * 100
 
+    @property
+    def rounds(self) -> int:
+        return len(self._seen)
+
+    def slowness(self, number: int) -> list[float]:
+        """Of each worker in this round, against its mean over all rounds: 0.1 is a tenth slower."""
+        mean = self._means()
+        seen = self._seen[number]
+        return [
+            statistics.mean(seen[key] / mean[key] for key in seen if key[1] == device) - 1
+            for device in range(self._count)
+        ]
+
     def overheads(self, profile: Profile) -> Overheads:
-        """Over all rounds so far. Means, for real runs are slowed by whatever slows a machine."""
-        costs = Costs({BASE: profile}, uniform_cluster(self._count))
-        keys = list(self._seen[0])
-        rows: list[tuple[float, ...]] = []
-        for place, device in keys:
-            numbers, part = GROUPS[place]
-            together = [self._requests[f"c{device}-{number}"] for number in numbers]
-            weights = [1.0] * len(together)
-            tier = costs.cluster.tier([device])
-            found = costs.predict(together, weights, Plan(bucket=self._bucket // part), tier)
-            rounds = 1 / sum(found.tokens)
-            rows.append(
-                (found.round_s * rounds, rounds, sum(found.steps_per_s) / found.tokens_per_s)
-            )
-        measured = np.array([statistics.mean(seen[key] for seen in self._seen) for key in keys])
-        features = np.array(rows)
-        # Relative errors, so that small groups count as much as large ones.
-        fitted = non_negative_least_squares(features / measured[:, None], np.ones(len(measured)))
-        errors = (features @ fitted / measured - 1) * 100
-        return Overheads(
-            factor=float(fitted[0]),
-            round_s=float(fitted[1]),
-            job_s=float(fitted[2]),
+        """Over all rounds so far."""
+        return fit_overheads(
+            profile,
+            [
+                GroupRate(
+                    jobs=tuple(
+                        self._requests[f"c{device}-{number}"] for number in GROUPS[place][0]
+                    ),
+                    bucket=self._bucket // GROUPS[place][1],
+                    token_s=token_s,
+                )
+                for (place, device), token_s in self._means().items()
+            ],
             attach_s=statistics.median(self._attaches),
             end_s=statistics.median(self._ended),
-            worst_pct=float(max(errors, key=abs)),
         )
+
+    def _means(self) -> dict[tuple[int, int], float]:
+        """Not medians: real runs are slowed by whatever slows a machine."""
+        return {key: statistics.mean(seen[key] for seen in self._seen) for key in self._seen[0]}
 
     def close(self) -> None:
         self._workers.close()

@@ -9,6 +9,8 @@ from tlora.core.errors import SpecError
 from tlora.costs import JobLoad, Profile, finish_times, knee_tokens, predict, solo
 from tlora.costs.model import NanoBatch, Segment
 from tlora.costs.predict import rows_of, shares_of
+from tlora.costs.rounds import BaseCosts
+from tlora.training.compose import bucket_of, buckets_for
 
 SMALL = JobLoad(rank=16, batch_size=1, lengths=(512,))
 LARGE = JobLoad(rank=16, batch_size=64, lengths=(512,))
@@ -80,6 +82,21 @@ def test_rows_are_padded_to_a_bucket_of_the_budget(profile: Profile) -> None:
     assert rows_of(profile, 1025, 8192) == 2048
     assert rows_of(profile, 300, 4096) == 512
     assert rows_of(profile, 9000, 8192) == 16_384
+
+
+@pytest.mark.parametrize("budget", [128, 352, 2048])
+def test_rows_are_padded_as_the_engine_pads_them(profile: Profile, budget: int) -> None:
+    """Under every budget, where sizes are parts of it and where they are multiples of a step, which
+    do not shrink with it."""
+    parts = replace(profile, budget_tokens=9600, buckets=buckets_for(9600))
+    steps = replace(parts, buckets=buckets_for(9600, step=64), bucket_step=64)
+    for tokens in range(1, budget + 1, 7):
+        engines = bucket_of(tokens, budget, buckets_for(budget, step=64))
+        assert rows_of(steps, tokens, budget) == engines
+        assert BaseCosts(steps, None).rows(tokens, budget) == engines
+        engines = bucket_of(tokens, budget, buckets_for(budget))
+        assert rows_of(parts, tokens, budget) == pytest.approx(engines)
+    assert rows_of(replace(steps, bucket_step=None), 1, budget) < 64
 
 
 def test_memory_counts_weights_adapters_and_the_largest_nano_batch(profile: Profile) -> None:

@@ -76,6 +76,7 @@ def broken(profile: Profile, *path: str | int, value: object) -> object:
         (("skipped",), [{"rows": 64}], r"skipped\[0\].length: is missing"),
         (("buckets",), ["x"], "buckets: must be a number"),
         (("buckets",), [], "buckets: must name at least one size"),
+        (("bucket_step",), 0.5, "bucket_step: must be a whole number"),
         (("budget_tokens",), 0.5, "budget_tokens: must be a whole number"),
     ],
 )
@@ -88,7 +89,7 @@ def test_a_damaged_profile_is_refused_by_field(path, value, message, profile) ->
 
 def test_a_fit_that_is_not_that_of_its_points_is_refused() -> None:
     """One parameter 1 % off, or an error that flatters."""
-    profile = new_profile(noise_pct=1.0)
+    profile = replace(new_profile(noise_pct=1.0), bucket_step=64)
     assert of_json(as_json(profile)) == profile
     slower = profile.time.row_s * 1.01
     for path, value in (

@@ -157,8 +157,7 @@ def rows_of(profile: Profile, tokens: float, budget: int) -> float:
     tokens *= 1 - 1e-9
     if tokens > budget:
         return -(-tokens // budget) * budget
-    sizes = sorted(size * budget / profile.budget_tokens for size in profile.buckets)
-    return next((size for size in sizes if size >= tokens), float(budget))
+    return next((size for size in profile.sizes(budget) if size >= tokens), float(budget))
 
 
 def knee_tokens(profile: Profile) -> int | None:

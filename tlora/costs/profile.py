@@ -93,6 +93,9 @@ class Profile:
     buckets: tuple[int, ...]
     """The sizes that nano-batches under that budget are padded to."""
 
+    bucket_step: int | None = None
+    """Under every budget they are multiples of this; None where they are parts of the budget."""
+
     attach_s: float
     detach_s: float
     warmup_s: float
@@ -108,6 +111,12 @@ class Profile:
     commit: str | None = None
     command: str | None = None
     notes: tuple[str, ...] = ()
+
+    def sizes(self, budget: int) -> list[float]:
+        """That nano-batches under this budget are padded to, the smallest first."""
+        if self.bucket_step is not None:
+            return [*map(float, range(self.bucket_step, budget, self.bucket_step)), float(budget)]
+        return sorted(size * budget / self.budget_tokens for size in self.buckets)
 
     def error_pct(self, *, heldout: bool) -> float | None:
         """The mean error on points of this kind; None if there are none."""
@@ -172,6 +181,7 @@ def as_json(profile: Profile) -> dict[str, Any]:
         "parameters_per_rank": profile.parameters_per_rank,
         "budget_tokens": profile.budget_tokens,
         "buckets": list(profile.buckets),
+        "bucket_step": profile.bucket_step,
         "attach_s": profile.attach_s,
         "detach_s": profile.detach_s,
         "warmup_s": profile.warmup_s,
@@ -210,6 +220,7 @@ def of_json(data: object) -> Profile:
         parameters_per_rank=top.count("parameters_per_rank"),
         budget_tokens=top.count("budget_tokens"),
         buckets=tuple(int(size) for size in top.numbers("buckets")),
+        bucket_step=top.optional_count("bucket_step"),
         attach_s=top.number("attach_s"),
         detach_s=top.number("detach_s"),
         warmup_s=top.number("warmup_s"),

@@ -72,10 +72,7 @@ class BaseCosts:
         )
         """The budgets that plans may have."""
 
-        self._rows = {
-            bucket: sorted(size * bucket / profile.budget_tokens for size in profile.buckets)
-            for bucket in self.buckets
-        }
+        self._rows = {bucket: profile.sizes(bucket) for bucket in self.buckets}
         time = profile.time
         self._time = (time.fixed_s, time.segment_s, time.flat_s, time.row_s, time.sharpness)
         self.least_s = {

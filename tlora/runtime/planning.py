@@ -283,8 +283,7 @@ def _sized(profile: Profile, spec: RunSpec) -> Profile:
     tokens = spec.engine.nano_batch_tokens
     if isinstance(tokens, str) or tokens == profile.budget_tokens:
         return profile
-    scale = tokens / profile.budget_tokens
-    buckets = sorted({max(1, round(size * scale)) for size in profile.buckets})
+    buckets = sorted({max(1, round(size)) for size in profile.sizes(tokens)})
     return replace(profile, budget_tokens=tokens, buckets=tuple(buckets))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tlora.costs import read_profile
 from tlora.runtime.profiling.settings import HELP, Settings
+from tlora.training.engine import CPU_BUCKET_STEP
 
 ROOT = Path(__file__).parents[3]
 # As if these were not installed.
@@ -28,12 +29,14 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_it_runs_without_the_packages_of_the_command_line(tmp_path) -> None:
-    """A plain table, and the file with the command that made it."""
+    """A plain table, and the file with the command that made it and the sizes that a CPU's engine
+    pads to."""
     args = ("--shape", "demo", "--device", "cpu", "--tokens", "256", "--repeats", "1")
     done = run(*args, "--output", str(tmp_path / "p.json"))
     assert done.returncode == 0, done.stderr
     profile = read_profile(tmp_path / "p.json")
     assert profile.command and profile.command.startswith("python -m tlora.runtime.profiling")
+    assert profile.bucket_step == CPU_BUCKET_STEP
     assert "Held-out error:" in done.stdout and "round 1 of 1" in done.stderr
 
 

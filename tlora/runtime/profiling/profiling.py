@@ -90,6 +90,7 @@ def _run(settings: Settings, command: str, say: Say) -> Profile:
     say("the first nano-batch")
     rig = Rig(model, ranks=ranks, weights_bytes=weights, reserved_rank=reserved)
     budget = default_budget(device, shape.parameters)
+    bucket_step = CPU_BUCKET_STEP if device.type == "cpu" else None
     warmup_s = first_seconds(rig, shape, min(budget, settings.tokens))
     measured_plans, left_out = measure(
         rig,
@@ -116,7 +117,8 @@ def _run(settings: Settings, command: str, say: Say) -> Profile:
         heldout_error_pct=error_pct,
         parameters_per_rank=rig.parameters_per_rank,
         budget_tokens=budget,
-        buckets=buckets_for(budget, step=CPU_BUCKET_STEP if device.type == "cpu" else None),
+        buckets=buckets_for(budget, step=bucket_step),
+        bucket_step=bucket_step,
         attach_s=attach_s,
         detach_s=detach_s,
         warmup_s=warmup_s,
