@@ -16,7 +16,7 @@ from support.runs import job_file
 from support.transfers import SlowLink
 
 import tlora
-from tlora.model import super_model
+from tlora.model import adapter_rows
 from tlora.model.snapshot import InBackground
 from tlora.runtime import exporting, recording
 from tlora.runtime.directory import RunDirectory
@@ -120,7 +120,7 @@ def slow_courier(monkeypatch: pytest.MonkeyPatch, broken: bool = False) -> None:
     def wait() -> None:
         time.sleep(0.03)
 
-    monkeypatch.setattr(super_model, "courier_for", late)
+    monkeypatch.setattr(adapter_rows, "courier_for", late)
 
 
 def test_files_hold_what_they_would_if_training_had_waited(

@@ -14,9 +14,9 @@ from pathlib import Path
 from tlora.core.errors import TloraError
 from tlora.core.job import BaseSpec
 from tlora.model.adapters import AdapterWeights
+from tlora.model.job_rows import of_weights
 from tlora.model.peft_format import serving_commands
 from tlora.model.snapshot import Snapshot
-from tlora.model.super_model import of_weights
 from tlora.runtime.directory import JobResult, RunDirectory
 from tlora.runtime.exporting import begin_export, copy
 from tlora.runtime.progress import MANY_JOBS, Progress
