@@ -31,9 +31,10 @@ from tlora.core.sequence import TokenSequence
 from tlora.kernels.multi_lora.blocks import Layout, Tiles, build_table
 from tlora.kernels.multi_lora.routes import MIN_RANK, MIN_SEGMENTS
 from tlora.kernels.multi_lora.tables import Segment
+from tlora.model.job_rows import of_weights
 from tlora.model.packing import PackedBatch, Share, pack
 from tlora.model.snapshot import InBackground
-from tlora.model.super_model import SuperModel, of_weights
+from tlora.model.super_model import SuperModel
 from tlora.runtime.benchmark.record import commit
 from tlora.training import moving
 from tlora.training.engine import Engine
@@ -103,7 +104,7 @@ def deep_model() -> SuperModel:
     # As on a GPU; nothing is compiled before it runs.
     rows = JOBS * sum(RANKS) // len(RANKS) + 2 * max(RANKS)
     model = SuperModel(LlamaForCausalLM(config), reserve_rows=rows, compiled=True)
-    model._courier = InBackground(HostLink())
+    model.adapter_rows.courier = InBackground(HostLink())
     return model
 
 
@@ -178,7 +179,7 @@ class Day:
                 self.engine._finish_evaluation(job)
             with parts.timed("snapshot"):
                 snapshot = self.model.snapshot(name, of_weights)
-                self.model._courier._out.submit(lambda: None).result()  # type: ignore[attr-defined]
+                self.model.adapter_rows.courier._out.submit(lambda: None).result()  # type: ignore[attr-defined]
             with parts.timed("snapshot read"):
                 snapshot.result()
         batch = batch_of(names)

@@ -21,324 +21,34 @@ With --curves what each trial came to that was run to its end goes to DIR/DATASE
 benchmarks/sweep_rules.py, which brings other rules over it; with --only-curves nothing else is run.
 """
 
-import argparse
-import math
 import statistics
 import sys
-import tempfile
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import product
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from bf16_noise import in_memory
 from figures import Figures, compiles, figures, options
-from transformers import AutoTokenizer
+from sweep_fused import FusedSweep
+from sweep_one_by_one import OneByOne, one_by_one, train_trial
+from sweep_trials import BATCHES, HIGHEST, LOWEST, RANKS, Seconds, Sweep, kind_of, read_sweep
 
-from tlora.core.job import BaseSpec, DataSpec, EvalSpec, JobSpec, LoraSpec, TrainSpec
-from tlora.core.sequence import IGNORED, TokenSequence
-from tlora.core.sweep import EarlyExitSpec, Method, ObjectiveSpec
-from tlora.data.cursor import Cursor, next_batch, total_steps
-from tlora.data.dataset import TokenDataset
-from tlora.data.prepare import Preparer
+from tlora.core.job import BaseSpec, JobSpec
+from tlora.core.sweep import ObjectiveSpec
 from tlora.model.loading import load_base
 from tlora.model.super_model import SuperModel
-from tlora.runtime.benchmark.machine import now
-from tlora.runtime.benchmark.peft_arm import PeftJob, PeftJobs, padded_inputs
+from tlora.runtime.benchmark.peft_arm import PeftJobs
 from tlora.runtime.benchmark.shapes import twin
 from tlora.runtime.budget import default_budget
 from tlora.runtime.environment import quieten_libraries
 from tlora.store.study import StudyLog
-from tlora.training.driver import JobDriver, Status
-from tlora.training.engine import Engine
-from tlora.training.engine_job import JobState
-from tlora.training.learning_rate import learning_rate
-from tlora.training.loop import run_jobs
-from tlora.training.outcome import EvaluationDone, Outcome, StepDone
-from tlora.tuning.events import (
-    Action,
-    Added,
-    Attach,
-    Closed,
-    Completed,
-    Evaluated,
-    Event,
-    Exit,
-    Failed,
-    Hold,
-    TrialPlan,
-)
-from tlora.tuning.exits import rule_of
 from tlora.tuning.results import tokens_full
-from tlora.tuning.study import Phase, StudyState
+from tlora.tuning.study import StudyState
 
 DATASETS = "nl2bash,gsm8k,commonsense_mc"
 RATES = 8
-LOWEST, HIGHEST = 1e-5, 1.0
-RANKS = (2, 8, 32)
-BATCHES = (4, 16)
-ALPHA = 16.0
-EVALUATIONS = 10
-HELD_OUT = 16
-HELD_OUT_OF = 320
-"""Rows that held-out ones are taken from, since those that are too long are left out."""
-
-EVALUATED_AT_ONCE = 16
-"""Held-out rows in one of PEFT's forward passes."""
-
 WARM_UP_STEPS = 2
-MARGIN = 1.1
-"""Of the time that a trial of PEFT is expected to take."""
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """The trials of one dataset, each learning rate's together, and what they learn from."""
-
-    name: str
-    jobs: list[JobSpec]
-    train: list[TokenSequence]
-    evaluation: list[TokenSequence]
-
-    def steps(self, job: JobSpec) -> int:
-        train = job.train
-        return total_steps(
-            len(self.train), train.batch_size, train.num_train_epochs, train.max_steps
-        )
-
-    def plan(self, job: JobSpec) -> TrialPlan:
-        tokens = sum(map(len, self.train)) * job.train.num_train_epochs
-        return TrialPlan(
-            name=job.name,
-            params={"train.learning_rate": job.train.learning_rate, "lora.r": job.lora.r},
-            total_steps=self.steps(job),
-            total_tokens=round(tokens),
-            batch_size=job.train.batch_size,
-            adapter_bytes=0.0,
-        )
-
-
-@dataclass
-class Seconds:
-    wall: float = 0.0
-    cpu: float = 0.0
-    """Of this process: on a machine that others use, too, the better measure on one thread."""
-
-    def __add__(self, other: "Seconds") -> "Seconds":
-        return Seconds(self.wall + other.wall, self.cpu + other.cpu)
-
-    def as_json(self) -> dict[str, float]:
-        return {"wall_s": round(self.wall, 3), "cpu_s": round(self.cpu, 3)}
-
-
-class Clock:
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.started = now(device)
-        self.cpu = time.process_time()
-
-    def read(self) -> Seconds:
-        return Seconds(now(self.device) - self.started, time.process_time() - self.cpu)
-
-
-# Ours
-
-
-class FusedSweep:
-    """The loop of tlora/runtime/sweeps/running.py without files and people."""
-
-    def __init__(self, sweep: Sweep, model: SuperModel, budget: int, method: Method) -> None:
-        objective = ObjectiveSpec()
-        self.sweep = sweep
-        self.state = StudyState(rule_of(EarlyExitSpec(method=method), objective), objective)
-        # Few sizes: a device compiles for each.
-        step = None if model.device.type == "cpu" else budget // 4
-        self.engine = Engine(model, budget_tokens=budget, bucket_step=step)
-        self.starts = {job.name: model.new_adapter(job) for job in sweep.jobs}
-        self.drivers = {
-            job.name: JobDriver(job, sweep.train, sweep.evaluation) for job in sweep.jobs
-        }
-        self.waiting: dict[str, JobState] = {}
-        self.running: dict[str, JobDriver] = {}
-        self.todo: deque[Action] = deque()
-        self.told: list[Event] = []
-        self.nano_batches = 0
-
-    def run(self) -> Seconds:
-        clock = Clock(self.engine.super_model.device)
-        try:
-            self.tell(Added(tuple(map(self.sweep.plan, self.sweep.jobs))))
-            self.tell(Closed())
-            while self.todo or self.running:
-                while self.todo:
-                    self.carry_out(self.todo.popleft())
-                left = run_jobs(
-                    self.engine, self.running.values(), self, should_stop=lambda: bool(self.todo)
-                )
-                self.running = {driver.name: driver for driver in left}
-            return clock.read()
-        finally:
-            for name in self.engine.jobs:
-                self.engine.detach(name)
-
-    def tell(self, event: Event) -> None:
-        self.told.append(event)
-        self.todo.extend(self.state.on(event))
-
-    def carry_out(self, action: Action) -> None:
-        name = action.trial
-        if isinstance(action, Attach):
-            driver, state = self.drivers[name], self.waiting.pop(name, None)
-            driver.attach(self.engine, state.weights if state else self.starts[name], state=state)
-            self.running[name] = driver
-            return
-        driver = self.running.pop(name, None)
-        if driver is None or name not in self.engine.jobs:
-            return
-        if isinstance(action, Hold):
-            self.waiting[name] = self.engine.state(name)
-        else:
-            assert isinstance(action, Exit)
-        self.engine.detach(name)
-
-    def on_nano_batch(self, outcome: Outcome) -> None:
-        assert outcome.error is None, outcome.error
-        self.nano_batches += 1
-
-    def on_step(self, driver: JobDriver, done: StepDone) -> None:
-        pass
-
-    def on_evaluation(self, driver: JobDriver, done: EvaluationDone) -> None:
-        if done.step == 0:
-            return
-        self.tell(
-            Evaluated(
-                trial=driver.name,
-                step=driver.step,
-                tokens=driver.tokens_seen,
-                metrics={"eval_loss": done.loss, "loss": driver.recent_loss},
-            )
-        )
-
-    def on_end(self, driver: JobDriver) -> None:
-        told = {"trial": driver.name, "step": driver.step, "tokens": driver.tokens_seen}
-        if driver.status is Status.COMPLETED:
-            self.tell(Completed(**told))
-        else:
-            self.tell(Failed(**told, reason=driver.reason or ""))
-
-    @property
-    def best_losses(self) -> dict[str, float]:
-        """Of the trials that did not fail."""
-        return {
-            trial.name: value
-            for trial in self.state.trials.values()
-            if trial.phase is not Phase.FAILED and (value := self.state.value(trial)) is not None
-        }
-
-
-# PEFT
-
-
-@dataclass
-class OneByOne:
-    """What PEFT took, trial by trial."""
-
-    train: dict[str, Seconds] = field(default_factory=dict)
-    evaluate: dict[str, Seconds] = field(default_factory=dict)
-    best_losses: dict[str, float] = field(default_factory=dict)
-    tokens: int = 0
-
-    def seconds(self, jobs: Sequence[JobSpec]) -> Seconds:
-        """Of all trials: those that were not run take what others of their rank and batch size
-        took."""
-        kinds: dict[tuple[int, int], list[Seconds]] = {}
-        for job in jobs:
-            if job.name in self.train:
-                both = self.train[job.name] + self.evaluate[job.name]
-                kinds.setdefault(kind_of(job), []).append(both)
-        total = Seconds()
-        for job in jobs:
-            if job.name in self.train:
-                total += self.train[job.name] + self.evaluate[job.name]
-            else:
-                seen = kinds[kind_of(job)]
-                total += Seconds(
-                    statistics.mean(each.wall for each in seen),
-                    statistics.mean(each.cpu for each in seen),
-                )
-        return total
-
-
-def kind_of(job: JobSpec) -> tuple[int, int]:
-    return job.lora.r, job.train.batch_size
-
-
-def one_by_one(sweep: Sweep, peft: PeftJobs, has_time: Callable[[float], bool]) -> OneByOne:
-    """One of every rank and batch size, whatever it takes, and as many more as there is time
-    for."""
-    found, expected = OneByOne(), dict[tuple[int, int], float]()
-    for job in sweep.jobs:
-        if kind_of(job) in expected and not has_time(MARGIN * expected[kind_of(job)]):
-            break
-        train_trial(sweep, job, peft, found)
-        took = found.train[job.name] + found.evaluate[job.name]
-        expected[kind_of(job)] = took.wall
-    return found
-
-
-def train_trial(sweep: Sweep, job: JobSpec, peft: PeftJobs, found: OneByOne) -> None:
-    device, steps = peft.base.device, sweep.steps(job)
-    train, evaluate, losses = Seconds(), Seconds(), list[float]()
-    clock = Clock(device)
-    adapted = peft.start(job)
-    cursor = Cursor()
-    # As ours, which is evaluated before its first step, too.
-    train += clock.read()
-    clock = Clock(device)
-    evaluated(adapted, sweep.evaluation)
-    evaluate += clock.read()
-    clock = Clock(device)
-    for step in range(1, steps + 1):
-        indices, cursor = next_batch(cursor, len(sweep.train), job.train.batch_size, job.train.seed)
-        batch = [sweep.train[int(index)] for index in indices]
-        assert adapted.optimiser is not None
-        for group in adapted.optimiser.param_groups:
-            group["lr"] = learning_rate(job.train, step - 1, steps)
-        adapted.step(batch, packed=False)
-        found.tokens += sum(map(len, batch))
-        if step % (job.eval.steps or steps) == 0 or step == steps:
-            train += clock.read()
-            clock = Clock(device)
-            losses.append(evaluated(adapted, sweep.evaluation))
-            evaluate += clock.read()
-            if not math.isfinite(losses[-1]):
-                break
-            clock = Clock(device)
-    adapted.stop()
-    found.train[job.name], found.evaluate[job.name] = train, evaluate
-    if losses and all(map(math.isfinite, losses)):
-        found.best_losses[job.name] = min(losses)
-
-
-@torch.no_grad()
-def evaluated(adapted: PeftJob, rows: Sequence[TokenSequence]) -> float:
-    """Mean loss per trained token, of rows of like lengths together."""
-    ordered = sorted(rows, key=len)
-    total, targets = torch.zeros((), dtype=torch.float64), 0
-    for start in range(0, len(ordered), EVALUATED_AT_ONCE):
-        batch = ordered[start : start + EVALUATED_AT_ONCE]
-        inputs = padded_inputs(batch)
-        count = int((inputs["labels"][:, 1:] != IGNORED).sum())
-        total += adapted.loss(inputs).double().cpu() * count
-        targets += count
-    return float(total / targets)
-
-
-# The comparison
 
 
 def measure(
@@ -456,35 +166,6 @@ def short(jobs: Sequence[JobSpec], steps: int) -> list[JobSpec]:
         replace(job, train=replace(job.train, max_steps=steps), eval=replace(job.eval, steps=steps))
         for job in jobs
     ]
-
-
-def read_sweep(name: str, given: argparse.Namespace) -> Sweep:
-    with tempfile.TemporaryDirectory() as cache:
-        preparer = Preparer(AutoTokenizer.from_pretrained(given.model), cache_dir=Path(cache))
-        task = JobSpec(
-            name=name,
-            data=DataSpec(path=str(given.data / f"{name}.jsonl.gz")),
-            lora=LoraSpec(r=RANKS[0], lora_alpha=ALPHA),
-            train=TrainSpec(
-                num_train_epochs=given.epochs, max_length=given.length, over_length="drop"
-            ),
-            eval=EvalSpec(split=HELD_OUT_OF),
-        )
-        prepared = preparer.prepare(task)
-        assert isinstance(prepared.train, TokenDataset)
-        assert isinstance(prepared.evaluation, TokenDataset)
-        # In memory: the files are gone with the folder.
-        train = in_memory(prepared.train)[: given.rows]
-        sweep = Sweep(name, [], train, in_memory(prepared.evaluation)[:HELD_OUT])
-    shares = [at / (given.rates - 1) for at in range(given.rates)]
-    rates = [LOWEST * (HIGHEST / LOWEST) ** share for share in shares]
-    for at, (rate, rank, batch) in enumerate(product(rates, RANKS, BATCHES)):
-        trained = replace(task.train, learning_rate=rate, batch_size=batch)
-        lora = replace(task.lora, r=rank)
-        job = replace(task, name=f"{name}-{at:02}", lora=lora, train=trained)
-        every = max(1, sweep.steps(job) // EVALUATIONS)
-        sweep.jobs.append(replace(job, eval=replace(job.eval, steps=every)))
-    return sweep
 
 
 def table(lines: Sequence[dict[str, object]], found: Figures) -> None:

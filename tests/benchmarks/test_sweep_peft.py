@@ -33,7 +33,8 @@ def test_trials_that_peft_had_no_time_for_are_reckoned_from_their_like(monkeypat
     """By hand: rank 2 took 3 s and 5 s, so its third trial counts 4 s; rank 8 took 1 s. The mean of
     all three, 3 s, would make 12."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    script = importlib.import_module("sweep_peft")
+    one_by_one = importlib.import_module("sweep_one_by_one")
+    seconds_of = importlib.import_module("sweep_trials").Seconds
     jobs = [
         JobSpec(
             name=f"t{at}",
@@ -43,9 +44,9 @@ def test_trials_that_peft_had_no_time_for_are_reckoned_from_their_like(monkeypat
         )
         for at, rank in enumerate((2, 2, 2, 8))
     ]
-    done = script.OneByOne()
+    done = one_by_one.OneByOne()
     for name, seconds in (("t0", 3.0), ("t1", 5.0), ("t3", 1.0)):
-        done.train[name] = script.Seconds(seconds - 0.5, seconds / 2 - 0.25)
-        done.evaluate[name] = script.Seconds(0.5, 0.25)
+        done.train[name] = seconds_of(seconds - 0.5, seconds / 2 - 0.25)
+        done.evaluate[name] = seconds_of(0.5, 0.25)
     found = done.seconds(jobs)
     assert (found.wall, found.cpu) == (13.0, 6.5)

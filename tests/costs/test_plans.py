@@ -12,9 +12,11 @@ from tlora.core.dealing import deal_jobs, load_of
 from tlora.core.errors import SpecError
 from tlora.core.plan import Plan
 from tlora.core.request import JobRequest
+from tlora.costs.deck import placement_of
 from tlora.costs.groups import Costs
 from tlora.costs.layout import NAMED
-from tlora.costs.plans import CONTROLS, PlanPrice, placement_of, price_plan
+from tlora.costs.plan_links import CONTROLS
+from tlora.costs.plans import PlanPrice, price_plan
 
 CLUSTER = uniform_cluster(16)
 LAYOUT = NAMED["llama-8b"]

@@ -103,10 +103,10 @@ def test_layers_in_shards_compute_what_whole_ones_do(
 ) -> None:
     """Compiled by inductor, their weights freed after each layer and back before its backward.
     These are in bfloat16: attention in float32 is not compiled on a GPU."""
-    from support import rank_work
+    from support import rank_shards
 
-    rank_work.save_variant(kind, tmp_path)
-    (losses, gradients), (expected, own) = rank_work.shards_beside_whole(
+    rank_shards.save_variant(kind, tmp_path)
+    (losses, gradients), (expected, own) = rank_shards.shards_beside_whole(
         kind, str(tmp_path), device
     )
     # In half precision backwards differ between two runs of the same, by the order of their sums.

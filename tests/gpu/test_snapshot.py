@@ -154,7 +154,7 @@ def test_small_staging_buffers_lose_nothing(staging_bytes: int) -> None:
     # A job that moves must have heard of its last step.
     group.drain()
     link = cuda_link.CudaLink(group.model.device, staging_bytes)
-    group.model._courier = InBackground(link, slab_bytes=10 << 20)
+    group.model.adapter_rows.courier = InBackground(link, slab_bytes=10 << 20)
     expected = rows_of(group.model, "a")
     state = group.engine.state("a")
     assert same(tensors_of(state), expected)

@@ -14,14 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from support.curves import (
-    Curve,
-    Watcher,
-    difference,
-    linear_numbers,
-    random_rows,
-    train_with_peft,
-)
+from support.curves import Curve, Watcher, difference, linear_numbers, random_rows, train_with_peft
 from support.models import (
     GROUPED,
     SUPPORTED,
@@ -43,7 +36,7 @@ from tlora.model import rope
 from tlora.model import super_model as super_model_module
 from tlora.model.peft_format import export_adapter
 from tlora.model.super_model import SuperModel
-from tlora.training import engine as engine_module
+from tlora.training import launching
 from tlora.training.driver import JobDriver
 from tlora.training.engine import Engine
 from tlora.training.loop import run_jobs
@@ -320,14 +313,14 @@ def test_positions_counted_over_the_packed_row_are_refused(
 ) -> None:
     """Where positions are learned, or lengths choose frequencies; the tables are large enough."""
     found = Trained(Case(CASES[case].kind, {**CASES[case].settings, **LARGE_TABLES}))
-    pack = engine_module.pack
+    pack = launching.pack
 
     def counting_on(*arguments):
         batch = pack(*arguments)
         return replace(batch, position_ids=torch.arange(batch.num_rows)[None])
 
     assert found.alone
-    monkeypatch.setattr(engine_module, "pack", counting_on)
+    monkeypatch.setattr(launching, "pack", counting_on)
     curves = train_together(found.model, list(ROWS), budget=160)
     assert any(refused(curves, found, name) for name in curves)
 

@@ -162,7 +162,7 @@ def test_the_copies_on_the_device_are_let_go_one_by_one() -> None:
 def in_background(engine: Engine) -> SlowLink:
     """An engine on the CPU whose courier is a device's."""
     link = SlowLink(staging=77)
-    engine.super_model._courier = InBackground(link, slab_bytes=1_000)
+    engine.super_model.adapter_rows.courier = InBackground(link, slab_bytes=1_000)
     return link
 
 

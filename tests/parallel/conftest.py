@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import rank_work
+from support import rank_jobs, rank_work
 from support.jobs import base_model
 from support.ranks import Ranks
 
@@ -24,6 +24,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def alone() -> rank_work.Told:
+def alone() -> rank_jobs.Told:
     """All jobs in one process, by the ordinary engine."""
-    return rank_work.train_alone(list(rank_work.STEPS))
+    return rank_work.train_alone(list(rank_jobs.STEPS))

@@ -4,7 +4,7 @@ and everybody else trains as if nothing had happened."""
 import pytest
 from support import rank_work
 from support.curves import difference
-from support.rank_work import Told
+from support.rank_jobs import Told
 from support.ranks import Ranks
 
 from tlora.core.plan import Plan
@@ -102,11 +102,15 @@ def test_a_job_that_never_fits_fails_by_name_and_alone(
     assert same_as_alone(told, alone, tuple(name for name in JOBS if name != job))
 
 
+@pytest.mark.parametrize(
+    ("fault", "kept", "left"), [("joining", 0, 0), ("joining, memory", 2, 1)], ids=["any", "memory"]
+)
 def test_a_pass_without_work_that_breaks_off_holds_nobody_up(
-    ranks: Ranks, checkpoint: str, alone: Told
+    fault: str, kept: int, left: int, ranks: Ranks, checkpoint: str, alone: Told
 ) -> None:
-    """A rank that joins for the others' sake: there is nothing to run again."""
-    plan = Plan(bucket=192, fsdp=2, adapters="rank_local")
+    """A rank that joins for the others' sake: there is nothing to run again. Where it was out of
+    memory, layers that stay gathered are fewer on all ranks."""
+    plan = Plan(bucket=192, fsdp=2, kept_layers=kept, adapters="rank_local")
     told = ranks.call(
         rank_work.train_in_group,
         2,
@@ -114,25 +118,10 @@ def test_a_pass_without_work_that_breaks_off_holds_nobody_up(
         path=checkpoint,
         first=("one",),
         break_pass=(1, 2, "backward"),
-        fault="joining",
+        fault=fault,
     )
     assert told[1].breaks == 1 and not any(each.failed for each in told)
-    assert same_as_alone(told, alone, ("one",))
-
-
-def test_a_rank_without_work_makes_room_too(ranks: Ranks, checkpoint: str, alone: Told) -> None:
-    """Out of memory for the others' sake: layers that stay gathered are fewer on all ranks."""
-    plan = Plan(bucket=192, fsdp=2, kept_layers=2, adapters="rank_local")
-    told = ranks.call(
-        rank_work.train_in_group,
-        2,
-        plan=plan,
-        path=checkpoint,
-        first=("one",),
-        break_pass=(1, 2, "backward"),
-        fault="joining, memory",
-    )
-    assert told[1].breaks == 1 and [each.kept_layers for each in told] == [1, 1]
+    assert [each.kept_layers for each in told] == [left, left]
     assert same_as_alone(told, alone, ("one",))
 
 

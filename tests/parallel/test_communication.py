@@ -1,7 +1,7 @@
 """What ranks say to each other: counted by purpose, and nothing that is not counted."""
 
 import pytest
-from support import rank_work
+from support import rank_counts, rank_jobs
 from support.jobs import base_model
 from support.ranks import Ranks
 
@@ -27,7 +27,7 @@ def frozen_bytes() -> dict[str, int]:
 def test_rank_local_adapters_need_the_control_element_alone(ranks: Ranks) -> None:
     """Whole copies of the backbone, each job on one rank."""
     plan = Plan(bucket=192, replicas=2, adapters="rank_local")
-    told = ranks.call(rank_work.watched, 2, plan=plan, first=("one", "odd"))
+    told = ranks.call(rank_counts.watched, 2, plan=plan, first=("one", "odd"))
     for counts, calls in told:
         assert set(counts) == {"control"}
         assert calls == {"all_reduce": counts["control"]["calls"]}
@@ -36,7 +36,7 @@ def test_rank_local_adapters_need_the_control_element_alone(ranks: Ranks) -> Non
 def test_shards_move_the_backbone_and_nothing_else(ranks: Ranks, checkpoint: str) -> None:
     """Every layer once in forward and once in backward, the head and the embeddings once."""
     plan = Plan(bucket=192, fsdp=2, adapters="rank_local")
-    told = ranks.call(rank_work.watched, 2, plan=plan, path=checkpoint, first=("wide", "one"))
+    told = ranks.call(rank_counts.watched, 2, plan=plan, path=checkpoint, first=("wide", "one"))
     size = frozen_bytes()
     for counts, calls in told:
         assert set(counts) == {"control", "backbone"}
@@ -59,9 +59,9 @@ def test_a_job_that_spans_ranks_is_summed_at_its_own_steps(ranks: Ranks) -> None
     """Its own gradient is dealt and gathered for each of its steps, some numbers for an evaluation;
     nothing for its neighbour on one rank."""
     plan = Plan(bucket=192, replicas=2, adapters="mixed", spread=("odd",))
-    told = ranks.call(rank_work.watched, 2, plan=plan, first=("one", "odd"))
-    steps, evaluations = rank_work.STEPS["odd"], 3
-    numbers = rank_work.adapter_numbers("odd")
+    told = ranks.call(rank_counts.watched, 2, plan=plan, first=("one", "odd"))
+    steps, evaluations = rank_jobs.STEPS["odd"], 3
+    numbers = rank_counts.adapter_numbers("odd")
     for counts, calls in told:
         assert counts["gradient"]["calls"] == 2 * steps
         assert counts["figures"]["calls"] == evaluations
@@ -76,7 +76,7 @@ def test_kept_layers_are_gathered_once_for_a_run(kept: int, ranks: Ranks, checkp
     """What a training nano-batch gathers is what is priced, to the byte; what is kept is gathered
     by the first nano-batch, and by no other."""
     plan = Plan(bucket=192, fsdp=2, kept_layers=kept, adapters="rank_local")
-    told = ranks.call(rank_work.watched, 2, plan=plan, path=checkpoint, first=("wide", "one"))
+    told = ranks.call(rank_counts.watched, 2, plan=plan, path=checkpoint, first=("wide", "one"))
     layout = layout_of(base_model(), name="tiny")
     layer = layout.gathered_bytes(layout.layers[0], 2)
     priced = gathers_of(layout, 2, kept)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support import rank_work
 from support.curves import Curve
-from support.rank_work import STEPS, Told
+from support.rank_jobs import STEPS, Told
 from support.ranks import Ranks
 
 from tlora.core.plan import Plan

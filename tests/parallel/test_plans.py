@@ -2,8 +2,8 @@
 
 import pytest
 from support import rank_work
-from support.curves import difference
-from support.rank_work import FIRST, LATE, Told
+from support.curves import Curve, difference
+from support.rank_jobs import FIRST, LATE, Told
 from support.ranks import Ranks
 
 from tlora.core.plan import Plan
@@ -26,9 +26,9 @@ PLANS = {
 }
 
 
-def merged(told: list[Told]) -> dict[str, rank_work.Curve]:
+def merged(told: list[Told]) -> dict[str, Curve]:
     """Of every job; those that span ranks must have the same bits on all of them."""
-    found: dict[str, rank_work.Curve] = {}
+    found: dict[str, Curve] = {}
     for each in told:
         for name, curve in each.curves.items():
             if name in found:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import loading_runner, rank_work
+from support import loading_runner, rank_shards
 from support.ranks import Ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -56,8 +56,8 @@ def test_a_model_in_shards_computes_what_it_computes_whole(
 ) -> None:
     """Losses and gradients to the bit: tied heads, narrow formats, biases, recomputed layers,
     layers that stay gathered, and compiled ones beside the whole model's."""
-    rank_work.save_variant(kind, tmp_path)
-    for same in ranks.call(rank_work.same_in_shards, 2, kind=kind, path=str(tmp_path)):
+    rank_shards.save_variant(kind, tmp_path)
+    for same in ranks.call(rank_shards.same_in_shards, 2, kind=kind, path=str(tmp_path)):
         assert same == {"losses": True, "gradients": True, "refuses": True}
 
 
@@ -71,7 +71,7 @@ def test_a_model_in_shards_computes_what_it_computes_whole(
 )
 def test_a_checkpoint_that_does_not_fit_is_refused(spoil, message: str, tmp_path: Path) -> None:
     """With the weight's name, before any rank waits for another."""
-    rank_work.save_variant("plain", tmp_path)
+    rank_shards.save_variant("plain", tmp_path)
     spoil(tmp_path)
     with pytest.raises(ModelError, match=message):
         files = shard_loading._files_of(tmp_path)

@@ -1,9 +1,9 @@
 """Jobs that span ranks besides supervised steps: preference pairs, and leaving by agreement."""
 
 import pytest
-from support import rank_work
+from support import rank_jobs, rank_work
 from support.curves import difference
-from support.rank_work import Told
+from support.rank_jobs import Told
 from support.ranks import Ranks
 
 ROUNDING = 5e-6
@@ -24,7 +24,7 @@ def test_preference_pairs_span_ranks(ranks: Ranks, checkpoint: str) -> None:
             assert losses == pytest.approx(alone.evaluations[name], rel=ROUNDING), name
 
 
-@pytest.mark.parametrize("step", [3, rank_work.STEPS["dropped"]], ids=["midway", "at its end"])
+@pytest.mark.parametrize("step", [3, rank_jobs.STEPS["dropped"]], ids=["midway", "at its end"])
 def test_a_job_that_pauses_on_one_rank_pauses_on_all(step: int, ranks: Ranks, alone: Told) -> None:
     """At the same step, with the reason, though the other rank would have ended it by then; its
     neighbour goes on as alone."""

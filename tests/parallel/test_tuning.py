@@ -3,7 +3,7 @@
 import pytest
 from support import rank_work
 from support.curves import difference
-from support.rank_work import FIRST, Told
+from support.rank_jobs import FIRST, Told
 from support.ranks import Ranks
 
 from tlora.core.plan import Plan

@@ -11,8 +11,8 @@ from tlora.core.errors import AdapterError
 from tlora.core.job import BaseSpec
 from tlora.model import peft_format
 from tlora.model.adapters import LoraPair
+from tlora.model.job_rows import of_weights
 from tlora.model.peft_format import read_adapter
-from tlora.model.super_model import of_weights
 from tlora.runtime import exporting
 from tlora.runtime.exporting import begin_export
 

@@ -13,7 +13,7 @@ from tlora.core.plan import Plan
 from tlora.runtime.group import heartbeat, running
 from tlora.runtime.group.heartbeat import Heartbeat
 from tlora.runtime.group.rank import Member
-from tlora.runtime.recording import SaveFailed
+from tlora.runtime.saving import SaveFailed
 from tlora.training.driver import Status
 
 

@@ -16,9 +16,9 @@ from support.runs import job_file
 from support.transfers import SlowLink
 
 import tlora
-from tlora.model import super_model
+from tlora.model import adapter_rows
 from tlora.model.snapshot import InBackground
-from tlora.runtime import exporting, recording
+from tlora.runtime import exporting, saving
 from tlora.runtime.directory import RunDirectory
 from tlora.runtime.progress import ProgressLines
 from tlora.runtime.recording import Recorder
@@ -120,7 +120,7 @@ def slow_courier(monkeypatch: pytest.MonkeyPatch, broken: bool = False) -> None:
     def wait() -> None:
         time.sleep(0.03)
 
-    monkeypatch.setattr(super_model, "courier_for", late)
+    monkeypatch.setattr(adapter_rows, "courier_for", late)
 
 
 def test_files_hold_what_they_would_if_training_had_waited(
@@ -258,14 +258,14 @@ def test_memory_that_runs_out_while_saving_is_a_failed_save(
     base, rows, tmp_path, monkeypatch
 ) -> None:
     """The job pauses with that reason, the other completes."""
-    save = recording.save_checkpoint
+    save = saving.save_checkpoint
 
     def lost(parent: Path, job: str, checkpoint):
         if job == "long":
             raise MemoryError("none left")
         return save(parent, job, checkpoint)
 
-    monkeypatch.setattr(recording, "save_checkpoint", lost)
+    monkeypatch.setattr(saving, "save_checkpoint", lost)
     result, _ = train(spec_of(base, rows), tmp_path / "run")
     assert result.jobs["long"].status == "paused"
     assert "cannot save a checkpoint" in result.jobs["long"].reason
@@ -325,7 +325,8 @@ def test_a_job_that_begins_again_has_its_metrics_in_the_file(tmp_path) -> None:
     directory = RunDirectory(tmp_path)
     recorder = Recorder.__new__(Recorder)
     recorder.directory, recorder.results = directory, []
-    recorder._unrecorded, recorder._unwritten, recorder._resumed = set(), {}, []
+    recorder._unrecorded, recorder._resumed = set(), []
+    recorder._saver = SimpleNamespace(forget=lambda job: None)  # type: ignore[assignment]
     metrics = directory.job("a") / "metrics.jsonl"
     directory.append(metrics, {"step": 9})
     driver: Any = SimpleNamespace(name="a")

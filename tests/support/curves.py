@@ -251,6 +251,6 @@ def linear_numbers(model: SuperModel) -> dict[str, int]:
     """Each linear's number in the dropout streams."""
     return {
         target.path: number
-        for group in model._groups
+        for group in model.groups
         for target, number in zip(group.pool.targets, group.numbers, strict=True)
     }

@@ -65,7 +65,7 @@ def serve(connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from support import rank_work
+    from support import rank_jobs
 
     torch.set_num_threads(1)
     entered = (0, 0)
@@ -77,7 +77,7 @@ def serve(connection: Connection) -> None:
         try:
             if entered != group:
                 # Models in shards belong to the group that they were made in.
-                rank_work.sharded_model.cache_clear()
+                rank_jobs.sharded_model.cache_clear()
                 if dist.is_initialized():
                     dist.destroy_process_group()
                 dist.init_process_group(

@@ -4,6 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support.tiny import tiny_engine
+
+from tlora.training.engine import Engine
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -14,3 +17,8 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return tiny_engine()

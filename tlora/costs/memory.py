@@ -18,6 +18,9 @@ BYTES_PER_ADAPTER_PARAMETER = 18
 """A float32 weight, its gradient and two moments; and the copy in half precision that kernels read,
 which a CPU does not have: there it is an eighth too much."""
 
+GRADIENT_BYTES = 4
+"""Of a parameter."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:

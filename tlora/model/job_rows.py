@@ -5,7 +5,7 @@ whenever the job is evaluated, saved or leaves: finding them anew would take lon
 done with them. They are good as long as the job stays and no pool grows.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -16,6 +16,10 @@ from tlora.model.rank_rows import RankRows, RowViews, rows_of
 
 Cut = list[tuple[str, int]]
 """Names and ranks of the matrices that lie in a part, one below the other."""
+
+Held = dict[str, dict[str, torch.Tensor]]
+"""What a job's rows hold: by `value`, `exp_avg` or `exp_avg_sq`, then by `PATH.lora_A` and
+`PATH.lora_B`, as they lie in the pool."""
 
 
 class Part(NamedTuple):
@@ -117,3 +121,21 @@ def adapter_of(values: Mapping[str, torch.Tensor]) -> AdapterWeights:
         path: LoraPair(a=values[f"{path}.lora_A"], b=values[f"{path}.lora_B"].t())
         for path in paths_of(values)
     }
+
+
+def held_of(copies: list[torch.Tensor], kinds: Sequence[str], cuts: list[Cut]) -> Held:
+    """Of flat copies of the parts, first those of the first kind."""
+    held: Held = {}
+    for number, kind in enumerate(kinds):
+        of_kind = copies[number * len(cuts) : (number + 1) * len(cuts)]
+        held[kind] = cut([_in_rows(*each) for each in zip(of_kind, cuts, strict=True)], cuts)
+    return held
+
+
+def of_weights(held: Held) -> AdapterWeights:
+    """The adapter in it."""
+    return adapter_of(held["value"])
+
+
+def _in_rows(part: torch.Tensor, names: Cut) -> torch.Tensor:
+    return part.view(sum(rank for _, rank in names), -1)

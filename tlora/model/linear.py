@@ -1,13 +1,18 @@
 """The modules that take the place of a model's linears."""
 
+from typing import cast
+
 import torch
 from torch import nn
+from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tlora.kernels import row_tiles
 from tlora.kernels.multi_lora import multi_lora
+from tlora.kernels.multi_lora.routes import operand_dtype
 from tlora.model.pool import GroupPool
 from tlora.model.routing import Routing
+from tlora.model.targets import Target
 
 Linear = nn.Linear | Conv1D
 
@@ -108,3 +113,30 @@ class TiledLinear(nn.Module):
         weight = self.weight.T if self.transposed else self.weight
         y = row_tiles.linear(x.reshape(-1, x.shape[-1]), weight, self.bias, self.tile_rows)
         return y.view(*x.shape[:-1], -1)
+
+
+def replace_linears(
+    model: PreTrainedModel,
+    grouped: list[list[str]],
+    targets: dict[str, Target],
+    routing: Routing,
+    *,
+    reserve_rows: int,
+) -> list[SharedInput]:
+    """Put LoRA linears in the place of the model's; `grouped` are the paths of those that share an
+    input (probe.py)."""
+    numbers = {path: number for number, path in enumerate(targets)}
+    groups = []
+    for paths in grouped:
+        linears = [cast(Linear, model.get_submodule(path)) for path in paths]
+        pool = GroupPool(
+            [targets[path] for path in paths],
+            reserve_rows,
+            routing.device,
+            operand_dtype(routing.device, linears[0].weight.dtype, len(paths)),
+        )
+        group = SharedInput(linears, [numbers[path] for path in paths], pool, routing)
+        groups.append(group)
+        for index, (path, linear) in enumerate(zip(paths, linears, strict=True)):
+            model.set_submodule(path, LoraLinear(linear, index, group))
+    return groups

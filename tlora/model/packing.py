@@ -138,6 +138,14 @@ def pack(shares: list[Share], num_rows: int, device: torch.device | str = "cpu")
     )
 
 
+def pack_all(sequences: list[torch.Tensor], device: torch.device) -> PackedBatch:
+    """Sequences of no job, every token of which predicts the next."""
+    tokens = [ids.cpu().numpy() for ids in sequences]
+    count = len(tokens)
+    share = Share("", [TokenSequence(ids, ids) for ids in tokens], [0] * count, [1.0] * count)
+    return pack([share], sum(map(len, tokens)), device)
+
+
 def on_device(device: torch.device | str, values: np.ndarray) -> torch.Tensor:
     tensor = torch.from_numpy(values)
     if torch.device(device).type != "cuda":

@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tlora.core.errors import SpecError
 from tlora.core.job import JobSpec
+from tlora.model.adapters import AdapterWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,20 @@ def choose_targets(job: JobSpec, targets: dict[str, Target]) -> list[Target]:
                 field="lora.r",
             )
     return chosen
+
+
+def check_fit(job: str, weights: AdapterWeights, targets: dict[str, Target]) -> None:
+    """Every matrix must be of a linear that is there, and of its size."""
+    for path, pair in weights.items():
+        target = targets.get(path)
+        if target is None:
+            raise ValueError(f"job '{job}': no linear named {path} in the base model")
+        rank = pair.a.shape[0] if pair.a.dim() else 0
+        shapes = (pair.a.shape, pair.b.shape)
+        expected = ((rank, target.in_features), (target.out_features, rank))
+        if rank < 1 or shapes != expected:
+            found, right = ([list(shape) for shape in both] for both in (shapes, expected))
+            raise ValueError(f"job '{job}': A and B of {path} are {found}, not {right}")
 
 
 def _matching(job: JobSpec, pattern: str, targets: dict[str, Target]) -> list[Target]:

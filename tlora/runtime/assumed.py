@@ -13,7 +13,7 @@ from tlora.runtime.benchmark.shapes import Shape
 from tlora.runtime.budget import RECOMPUTED_SHARE
 from tlora.runtime.requests import widths
 from tlora.training.compose import buckets_for
-from tlora.training.engine import CPU_BUCKET_STEP
+from tlora.training.sizing import CPU_BUCKET_STEP
 
 FLOPS_PER_S = {"cpu": 30e9, "cuda": 300e12}
 """Of one thread, and of one large GPU in half precision."""

@@ -1,41 +1,27 @@
 """Everything a run leaves behind as it goes: metrics, events, adapters, results.
 
-Large files are written by a thread of its own (writing.py) from snapshots; a job's end is recorded
-and told when its files are on disk.
+Large files are written in the background (saving.py); a job's end is recorded and told when its
+files are on disk.
 """
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 
-from tlora.core.errors import TloraError
 from tlora.core.job import BaseSpec
-from tlora.model.adapters import AdapterWeights
 from tlora.model.peft_format import serving_commands
-from tlora.model.snapshot import Snapshot
-from tlora.model.super_model import of_weights
 from tlora.runtime.directory import JobResult, RunDirectory
-from tlora.runtime.exporting import begin_export, copy
+from tlora.runtime.job_metrics import cut_back, metrics_bytes, metrics_line, metrics_path
 from tlora.runtime.progress import MANY_JOBS, Progress
 from tlora.runtime.resuming import Resumption
+from tlora.runtime.saving import SaveFailed, Saver
 from tlora.runtime.settings import job_settings
 from tlora.runtime.sinks import Sinks
-from tlora.runtime.writing import Order, Writer
-from tlora.training.checkpoint import Checkpoint, prune, save_checkpoint
 from tlora.training.controller import ControllerSettings
 from tlora.training.driver import JobDriver, Status
 from tlora.training.engine import Engine
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
-from tlora.training.preference import FIGURES
-
-
-@dataclass(frozen=True, slots=True)
-class SaveFailed:
-    job: str
-    reason: str
 
 
 class Recorder:
@@ -58,16 +44,8 @@ class Recorder:
         self.engine = engine
         self.progress = progress
         self.sinks = sinks
-        self._looks = looks
         self.results: list[JobResult] = []
-        self._writer = Writer()
-        self._failures: list[SaveFailed] = []
-        """Checkpoints that could not be written, of which nobody knows yet."""
-
-        self._unwritten: dict[str, Exception] = {}
-        """Jobs of which an adapter could not be written, and why; the writer's thread alone
-        looks."""
-
+        self._saver = Saver(directory, base, engine, looks=looks)
         self.data_keys: dict[str, str] = {}
         """By job: what its checkpoints say of its data."""
 
@@ -124,14 +102,11 @@ class Recorder:
         # It is no longer over, whatever was said before.
         self.results = [each for each in self.results if each.job != driver.name]
         self._unrecorded.discard(driver.name)
-        self._unwritten.pop(driver.name, None)
+        self._saver.forget(driver.name)
         (self.directory.job(driver.name) / "result.json").unlink(missing_ok=True)
         checkpoint = found.checkpoint
         size = 0 if checkpoint is None else int(str(checkpoint.progress["metrics_bytes"]))
-        metrics = self._metrics_path(driver)
-        if metrics.exists() and metrics.stat().st_size > size:
-            # Not taken away: it may be open, and lines would go to a file that has no name.
-            os.truncate(metrics, size)
+        cut_back(self.directory, driver.name, size)
         if checkpoint is not None:
             self._resumed.append(f"{driver.name}: goes on after step {checkpoint.state.step}")
 
@@ -140,9 +115,8 @@ class Recorder:
         written, of these jobs or of others meanwhile, is said and returned."""
         for driver in drivers:
             self._checkpoint(driver)
-        self._writer.flush()
-        self._writer.settle()
-        failures = self._take_failures()
+        self._saver.flush()
+        failures = self._saver.take_failures()
         failed = {failure.job for failure in failures}
         saved = [
             f"{each.name}: saved at step {each.step}/{each.total_steps}"
@@ -172,7 +146,7 @@ class Recorder:
     def settle(self) -> None:
         """Tell of what has reached the disk, ends of jobs among it; with every nano-batch that is
         done anyway."""
-        self._writer.settle()
+        self._saver.settle()
 
     def rescue(self, drivers: list[JobDriver]) -> None:
         """The loop broke: save the jobs that are whole, and raise nothing, for an error is on its
@@ -186,8 +160,7 @@ class Recorder:
         """All that was handed over is written, and the ends of jobs are recorded, before this
         returns."""
         try:
-            self._writer.close()
-            self._writer.settle()
+            self._saver.close()
         finally:
             self.progress.close()
             self.sinks.close_all()
@@ -206,8 +179,8 @@ class Recorder:
         )
         for decision in outcome.decisions:
             self.directory.event("tuned", **asdict(decision) | {"action": decision.action.value})
-        self._writer.settle()
-        for failure in self._take_failures():
+        self._saver.settle()
+        for failure in self._saver.take_failures():
             self.pause(failure)
         self.progress.on_nano_batch(outcome)
 
@@ -242,8 +215,7 @@ class Recorder:
                 driver, "eval", loss=done.loss, target_tokens=done.target_tokens, **done.figures
             )
             if best is not None and best.step == done.step and best.weights is not None:
-                self._writer.make_room()
-                self._export(driver, best.weights, "best")
+                self._saver.export_best(driver, best.weights)
         self.progress.on_evaluation(driver, done)
 
     def on_end(self, driver: JobDriver) -> None:
@@ -257,9 +229,9 @@ class Recorder:
             self._ended(driver, f"{driver.name}/adapter" if exported else None, seconds)
 
         if over:
-            self._export_last(driver, ended)
+            self._saver.export_last(driver, ended)
         else:
-            self._writer.submit(Order(driver.name, lambda: None, lambda error: ended()))
+            self._saver.after_all(driver.name, ended)
 
     def _ended(self, driver: JobDriver, adapter: str | None, seconds: float) -> None:
         serving = []
@@ -302,36 +274,15 @@ class Recorder:
         self.progress.say(*(each if len(each) < MANY_JOBS else [together]))
 
     def _checkpoint(self, driver: JobDriver) -> None:
-        name, keep = driver.name, driver.spec.save.total_limit
-        parent = self.directory.job(name) / "checkpoints"
-        progress = driver.progress() | {
-            "metrics_bytes": self._metrics_bytes(driver),
-            "data": self.data_keys.get(name, ""),
-        }
-        # Where all are kept, a slow disk is waited for.
-        replaceable = keep is not None
-        self._writer.make_room(replacing=name if replaceable else None)
-        state = self.engine.snapshot(name)
-
-        def write() -> None:
-            # It would know of a best adapter that is not there.
-            self._check_written(name)
-            save_checkpoint(parent, name, Checkpoint(state.result(), progress))
-            prune(parent, keep)
-
-        def written(error: Exception | None) -> None:
-            if error is not None:
-                reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-                reason = f"cannot save a checkpoint in {parent}: {reason}"
-                self._failures.append(SaveFailed(name, reason))
-
-        self._writer.submit(
-            Order(name, write, written, num_bytes=state.num_bytes, replaceable=replaceable)
+        name = driver.name
+        self._saver.checkpoint(
+            driver,
+            driver.progress()
+            | {
+                "metrics_bytes": metrics_bytes(self.directory, name),
+                "data": self.data_keys.get(name, ""),
+            },
         )
-
-    def _take_failures(self) -> list[SaveFailed]:
-        failures, self._failures = self._failures, []
-        return failures
 
     @contextmanager
     def _in_full(self, driver: JobDriver) -> Iterator[None]:
@@ -353,97 +304,10 @@ class Recorder:
     def _has_best(self, driver: JobDriver) -> bool:
         return (self.directory.job(driver.name) / "best").is_dir()
 
-    def _metrics_path(self, driver: JobDriver) -> Path:
-        return self.directory.job(driver.name) / "metrics.jsonl"
-
-    def _metrics_bytes(self, driver: JobDriver) -> int:
-        path = self._metrics_path(driver)
-        return path.stat().st_size if path.exists() else 0
-
-    def _export_last(self, driver: JobDriver, then: Callable[[], None]) -> None:
-        """The adapter at the end. Where it is the best one, found in this run, it was verified when
-        it was written and is copied: with many jobs a look at the logits costs more than a step."""
-        best, path = driver.best, self.directory.job(driver.name)
-        if best is not None and best.step == driver.step and best.weights is not None:
-            self._write(driver, "adapter", lambda to: copy(path / "best", to), 0, then)
-            return
-        self._writer.make_room()
-        weights = self.engine.super_model.snapshot(driver.name, of_weights)
-        self._export(driver, weights, "adapter", then)
-
-    def _export(
-        self,
-        driver: JobDriver,
-        weights: Snapshot[AdapterWeights],
-        name: str,
-        then: Callable[[], None] = lambda: None,
-    ) -> None:
-        model = self.engine.super_model
-        probe = driver.train[0].sequences[0] if self._looks else None
-        try:
-            write = begin_export(weights, driver.spec, self.base, model, probe)
-        except (OSError, TloraError, RuntimeError, MemoryError) as error:
-            write = _raises(error)
-        self._write(driver, name, write, weights.num_bytes, then)
-
-    def _write(
-        self,
-        driver: JobDriver,
-        name: str,
-        write: Callable[[Path], None],
-        num_bytes: int,
-        then: Callable[[], None],
-    ) -> None:
-        """A full disk or a wrong file is this job's failure, not its neighbours'."""
-        path = self.directory.job(driver.name) / name
-
-        def unless_failed() -> None:
-            self._check_written(driver.name)
-            try:
-                write(path)
-            except Exception as error:
-                self._unwritten[driver.name] = error
-                raise
-
-        def written(error: Exception | None) -> None:
-            if error is not None and driver.status is not Status.FAILED:
-                driver.status = Status.FAILED
-                driver.reason = f"the adapter could not be written to {path}: {error}"
-            then()
-
-        self._writer.submit(Order(driver.name, unless_failed, written, num_bytes=num_bytes))
-
-    def _check_written(self, job: str) -> None:
-        """Raises what kept an adapter of the job from the disk, if something did."""
-        if job in self._unwritten:
-            raise self._unwritten[job]
-
     def _metrics(self, driver: JobDriver, kind: str, **values: object) -> None:
-        fields = ("loss", "lr", "grad_norm", "target_tokens")
-        record: dict[str, object] = {
-            "v": 1,
-            "kind": kind,
-            "job": driver.name,
-            "step": driver.step,
-            "total_steps": driver.total_steps,
-            "epoch": round(driver.epoch, 4),
-            **{name: values.get(name) for name in fields},
-            "tokens_seen": driver.tokens_seen,
-            "sequences_seen": driver.sequences_seen,
-            "nano_batches": values.get("nano_batches"),
-            "tokens_per_s": values.get("tokens_per_s"),
-            **{name: values[name] for name in FIGURES if name in values},
-            "time": time.time(),
-        }
+        line = metrics_line(driver, kind, values)
         try:
-            self.directory.append(self._metrics_path(driver), record)
+            self.directory.append(metrics_path(self.directory, driver.name), line)
         except OSError as error:
             self.pause(SaveFailed(driver.name, f"its metrics cannot be written: {error.strerror}"))
         self.sinks.log(driver.name, driver.step, kind, values)
-
-
-def _raises(error: Exception) -> Callable[[Path], None]:
-    def write(path: Path) -> None:
-        raise error
-
-    return write

@@ -15,8 +15,8 @@ from tlora.core.job import JobSpec
 from tlora.core.sequence import Sequences, Unit
 from tlora.data.cursor import Cursor, next_batch, total_steps
 from tlora.model.adapters import AdapterWeights
+from tlora.model.job_rows import of_weights
 from tlora.model.snapshot import Snapshot
-from tlora.model.super_model import of_weights
 from tlora.training.engine import Engine
 from tlora.training.engine_job import JobState
 from tlora.training.learning_rate import learning_rate

@@ -8,43 +8,30 @@ that the device never waits for the host; a job may be fed its next batch before
 last step. The engine knows no files, no schedules and no wall-clock decisions.
 """
 
-import logging
-import time
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-
-import torch
 
 from tlora.core.errors import JobFailed
 from tlora.core.sequence import Sequences, Unit
 from tlora.model.adapters import AdapterWeights
-from tlora.model.memory import is_out_of_memory
-from tlora.model.packing import PackedBatch, pack
 from tlora.model.snapshot import Snapshot
 from tlora.model.super_model import SuperModel
-from tlora.training import loss, moving, optimiser
-from tlora.training.batch import Batch, Preference, StepRequest
+from tlora.training import moving, optimiser
+from tlora.training.batch import Preference, StepRequest
 from tlora.training.checks import check_state, check_units
-from tlora.training.compose import Composition, Kind, Waiting, buckets_for, compose
-from tlora.training.controller import Controller, Measure
+from tlora.training.compose import Composition, Kind, Waiting, compose
+from tlora.training.controller import Controller
 from tlora.training.engine_job import EngineJob, HeldOut, JobState
-from tlora.training.in_flight import (
-    InFlight,
-    LaunchedEvaluation,
-    LaunchedSteps,
-    to_host,
-)
-from tlora.training.optimiser import AdamW, DueStep
+from tlora.training.in_flight import InFlight, LaunchedEvaluation, LaunchedSteps, UnderWay, to_host
+from tlora.training.launching import launch
+from tlora.training.optimiser import AdamW
 from tlora.training.outcome import Outcome
-from tlora.training.packed_pairs import PackedPairs, pack_pairs
 from tlora.training.preference import Dpo
+from tlora.training.recovery import Recovery, make_room
 from tlora.training.references import References
+from tlora.training.sizing import CPU_BUCKET_STEP, Sizing
+from tlora.training.stepping import JOB_ERRORS, take_steps
 
-logger = logging.getLogger(__name__)
-
-MIN_BUDGET = 64
-CPU_BUCKET_STEP = 64
 EVALUATION_WINDOW = 4
 """So many nano-batches of a job's held-out rows are looked at when one is composed: enough to find
 rows that fill a gap, and the same work however many rows there are."""
@@ -63,26 +50,33 @@ class Engine:
     ) -> None:
         """With a controller the budget is its own, and `budget_tokens` where it begins. `ahead`
         nano-batches are launched before the results of one are read: 1 on a GPU, else none."""
-        if budget_tokens < 1:
-            raise ValueError(f"a nano-batch needs room for a token, got {budget_tokens}")
-        if exact and controller is not None:
-            raise ValueError("exact isolation runs nano-batches of one size: no controller")
-        self.super_model = super_model
-        self.budget_tokens = budget_tokens
-        self.exact = exact
         # On a device every size is compiled for; a CPU does not mind how many there are.
         on_cpu = super_model.device.type == "cpu"
-        self._bucket_step = CPU_BUCKET_STEP if bucket_step is None and on_cpu else bucket_step
+        self._sizing = Sizing(
+            budget_tokens,
+            bucket_step=CPU_BUCKET_STEP if bucket_step is None and on_cpu else bucket_step,
+            exact=exact,
+            controller=controller,
+        )
+        self._recovery = Recovery(super_model, self._sizing, exact=exact)
+        self.super_model = super_model
+        self.exact = exact
         self._rows = optimiser.PooledRows(super_model)
         self._references = References(super_model.device)
-        self._controller = controller
         self._group = 0
         """Changes with every job that comes or goes."""
         self._jobs: dict[str, EngineJob] = {}
-        self._suspects: list[str] = []
         self._ahead = int(super_model.device.type == "cuda") if ahead is None else ahead
-        self._in_flight: deque[InFlight] = deque()
-        self._last_arrival = 0.0
+        self._under_way = UnderWay()
+
+    @property
+    def budget_tokens(self) -> int:
+        """Of a nano-batch."""
+        return self._sizing.budget_tokens
+
+    @budget_tokens.setter
+    def budget_tokens(self, budget_tokens: int) -> None:
+        self._sizing.budget_tokens = budget_tokens
 
     @property
     def jobs(self) -> list[str]:
@@ -130,7 +124,7 @@ class Engine:
         """Free the job's rows. What it was fed and has not stepped on is dropped, and what was
         launched of it is not reported; who wants its state asks before."""
         self._job(name)
-        self._drop_reports(name)
+        self._under_way.drop(name)
         self._leave(name)
 
     def step(self, name: str) -> int:
@@ -209,12 +203,11 @@ class Engine:
             rows = self._own_rows(job, sequences)
             job.held_out = HeldOut(sequences, targets, loss_scale=1.0 / counted, rows=rows)
         # A controller may make them larger before the evaluation is over.
-        largest = self.budget_tokens if self._controller is None else self._controller.limit
-        job.start_evaluation(window_tokens=EVALUATION_WINDOW * largest)
+        job.start_evaluation(window_tokens=EVALUATION_WINDOW * self._sizing.largest_tokens)
 
     def has_work(self) -> bool:
         """Something to launch, or to report."""
-        return bool(self._in_flight) or any(
+        return bool(self._under_way) or any(
             job.has_waiting or job.due or job.kind is Kind.EVALUATE for job in self._jobs.values()
         )
 
@@ -231,23 +224,22 @@ class Engine:
                 return self._undo(composition, error)
         self._settle(launched)
         if not launched.is_empty:
-            launched.seal(self.super_model.device)
-            self._in_flight.append(launched)
+            self._under_way.add(launched, self.super_model.device)
         outcome = Outcome()
-        if launched.is_empty or len(self._in_flight) > self._ahead:
+        if launched.is_empty or len(self._under_way) > self._ahead:
             outcome = self._report()
         return self._with_failures(outcome, launched.failures)
 
     def drain(self) -> Iterator[Outcome]:
         """Report what is under way, and launch nothing."""
-        while self._in_flight:
+        while self._under_way:
             yield self._report()
 
     def check_integrity(self) -> None:
         """Books that must agree; for tests and idle moments."""
         self.super_model.check_integrity()
         assert set(self._jobs) == set(self.super_model.jobs)
-        assert set(self._suspects) <= set(self._jobs)
+        assert set(self._recovery.suspects) <= set(self._jobs)
         for job in self._jobs.values():
             job.check_integrity()
             if job.kind is not Kind.TRAIN:
@@ -258,12 +250,7 @@ class Engine:
         self.super_model.detach(name)
         del self._jobs[name]
         self._group += 1
-        self._suspects = [other for other in self._suspects if other != name]
-
-    def _drop_reports(self, name: str) -> None:
-        for launched in self._in_flight:
-            for batch in launched.batches():
-                batch.dropped |= batch.job == name
+        self._recovery.forget(name)
 
     def _job(self, name: str) -> EngineJob:
         if name not in self._jobs:
@@ -276,61 +263,22 @@ class Engine:
 
     def _waiting(self) -> list[Waiting]:
         waiting = [job.waiting() for job in self._jobs.values() if job.has_waiting]
-        if self._suspects:
-            waiting = [each for each in waiting if each.job == self._suspects[0]]
-        return waiting
+        return self._recovery.allowed(waiting)
 
     def _compose(self) -> Composition | None:
-        waiting = self._waiting()
-        if self._controller is not None:
-            self.budget_tokens = self._controller.budget
-        budget = self.budget_tokens
-        return compose(waiting, budget=budget, buckets=self._buckets(budget), in_order=self.exact)
-
-    def _buckets(self, budget: int) -> tuple[int, ...]:
-        if self.exact:
-            return (budget,)
-        controller = self._controller
-        if controller is not None and not controller.is_settled and self._bucket_step is None:
-            return controller.buckets(budget)
-        return buckets_for(budget, step=self._bucket_step)
+        budget, waiting = self._sizing.renew(), self._waiting()
+        buckets = self._sizing.buckets(budget)
+        return compose(waiting, budget=budget, buckets=buckets, in_order=self.exact)
 
     def _launch(self, launched: InFlight, composition: Composition) -> None:
         """Forward, and for training backward."""
-        kind, device = composition.kind, self.super_model.device
-        train, adapted = kind is Kind.TRAIN, kind is not Kind.REFERENCE
-        for pick in composition.picks:
-            launched.passages.append(self._jobs[pick.job].passage(pick.indices))
-        shares = [
-            self._jobs[passage.batch.job].share(passage, adapted=adapted)
-            for passage in launched.passages
-        ]
-        batch = pack(shares, composition.rows, device)
-        pairs = None if kind is Kind.EVALUATE else pack_pairs(batch, launched.passages, device)
-        with torch.set_grad_enabled(train), self.super_model.routed(batch, train=train):
-            per_token = self.super_model.token_losses(batch)
-            if train:
-                loss.backward(per_token, self._scales(per_token, batch, pairs))
-            self.super_model.launched()
-        launched.keep_losses(per_token, batch)
-        launched.settled = self.super_model.settled
-        if pairs is not None and not adapted:
-            self._references.write(pairs.places, pairs.reference, pairs.sums(per_token))
+        launch(launched, composition, self._jobs, self.super_model, self._references)
         for passage in launched.passages:
-            if adapted:
+            if composition.kind is not Kind.REFERENCE:
                 passage.batch.launched(passage.fed)
-            if passage.batch.job in self._suspects and not passage.batch.left:
-                self._suspects.remove(passage.batch.job)
+            self._recovery.went_through(passage.batch)
         for name, credit in composition.credits.items():
             self._jobs[name].credit = credit
-
-    def _scales(
-        self, losses: torch.Tensor, batch: PackedBatch, pairs: PackedPairs | None
-    ) -> torch.Tensor:
-        """What every token's loss counts in its job's loss."""
-        if pairs is None:
-            return batch.loss_scales
-        return pairs.scales(losses, self._references.read(pairs.reference), batch.loss_scales)
 
     def _settle(self, launched: InFlight) -> None:
         """Launch the steps and the ends of evaluations that are due now."""
@@ -343,46 +291,21 @@ class Engine:
                 elif job.evaluated:
                     launched.evaluations.append(self._finish_evaluation(job))
             except JobFailed as failure:
-                launched.failures.append(failure)
-                self._leave(job.name)
-            except (RuntimeError, OverflowError, ValueError, OSError) as error:
+                self._fail(launched, failure)
+            except JOB_ERRORS as error:
                 # A row that can no longer be read: nobody else is held up by it.
-                launched.failures.append(JobFailed(f"step {job.step}: {error}", job=job.name))
-                self._leave(job.name)
-        calls = deque(self._rows.in_calls([job.due_step() for job in due]))
-        while calls:
-            together = calls.popleft()
-            try:
-                norms = self._step(together)
-            except (RuntimeError, OverflowError, ValueError, OSError) as error:
-                # A rate beyond what float32 holds, or no room for the lists: before any weight.
-                if len(together) > 1:
-                    # Whose fault it is shows when each steps by itself.
-                    calls.extend([each] for each in together)
-                    continue
-                reason = f"step {together[0].number}: {error}"
-                launched.failures.append(JobFailed(reason, job=together[0].job))
-                self._leave(together[0].job)
+                self._fail(launched, JobFailed(f"step {job.step}: {error}", job=job.name))
+        steps = [job.due_step() for job in due]
+        for found in take_steps(self._rows, steps, make_room=lambda: make_room(self.super_model)):
+            if isinstance(found, JobFailed):
+                self._fail(launched, found)
                 continue
-            batches: list[Batch] = []
-            for each in together:
-                job = self._jobs[each.job]
-                assert job.batch is not None
-                batches.append(job.batch)
-                job.stepped()
-            launched.steps.append(LaunchedSteps(batches, norms))
+            batches = [self._jobs[each.job].stepped() for each in found.together]
+            launched.steps.append(LaunchedSteps(batches, found.norms))
 
-    def _step(self, together: list[DueStep]) -> torch.Tensor:
-        """Their norms, which reach the host later."""
-        try:
-            return to_host(optimiser.step_jobs(self._rows, together))
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        self.super_model.release_graphs()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        return to_host(optimiser.step_jobs(self._rows, together))
+    def _fail(self, launched: InFlight, failure: JobFailed) -> None:
+        launched.failures.append(failure)
+        self._leave(failure.job)
 
     def _finish_evaluation(self, job: EngineJob) -> LaunchedEvaluation:
         # Attention may hide a NaN in its queries behind a finite loss; no gradient would show it.
@@ -393,128 +316,37 @@ class Engine:
 
     def _report(self) -> Outcome:
         """What the nano-batch that was launched first has brought."""
-        if not self._in_flight:
+        if not self._under_way:
             return Outcome()
-        arrived = self._in_flight.popleft()
-        arrived.wait()
-        now = time.perf_counter()
-        # Of two that were launched together, the second one began when the first was through.
-        seconds = now - max(arrived.started, self._last_arrival)
-        self._last_arrival = now
-        results = arrived.results()
-        for failure in results.failures:
-            self._drop_reports(failure.job)
+        arrived, outcome = self._under_way.first()
+        for failure in outcome.failures:
+            self._under_way.drop(failure.job)
             if failure.job in self._jobs:
                 self._leave(failure.job)
-        composition = arrived.composition
-        outcome = Outcome(
-            kind=composition.kind if composition else None,
-            rows=composition.rows if composition else 0,
-            tokens=arrived.tokens,
-            seconds=seconds if composition else 0.0,
-            steps=tuple(results.steps),
-            evaluations=tuple(results.evaluations),
-            failures=tuple(results.failures),
-        )
-        return self._measured(arrived, outcome)
+        return self._sizing.measured(arrived, outcome)
 
     def _with_failures(self, outcome: Outcome, found: list[JobFailed]) -> Outcome:
         """What failed while launching is known now, and cannot be fed any more. A job fails once,
         whatever else is still to come back of it."""
         for failure in found:
-            self._drop_reports(failure.job)
+            self._under_way.drop(failure.job)
         told = {failure.job for failure in outcome.failures}
         new = [failure for failure in found if failure.job not in told]
         return replace(outcome, failures=(*outcome.failures, *new)) if new else outcome
 
-    def _measured(
-        self, arrived: InFlight, outcome: Outcome, *, out_of_memory: bool = False
-    ) -> Outcome:
-        """Tell the controller, if there is one."""
-        composition = arrived.composition
-        if self._controller is None or composition is None:
-            return outcome
-        if not (arrived.settled or out_of_memory):
-            return outcome
-        measure = Measure(
-            budget=composition.budget,
-            rows=composition.rows,
-            tokens=sum(outcome.tokens.values()),
-            seconds=round(outcome.seconds, 6),
-            train=composition.kind is Kind.TRAIN,
-            full=composition.full,
-            group=arrived.group,
-            out_of_memory=out_of_memory,
-        )
-        decisions = self._controller.observe(measure)
-        self.budget_tokens = self._controller.budget
-        return replace(outcome, measure=measure, decisions=decisions)
-
     def _undo(self, composition: Composition, error: Exception) -> Outcome:
         """The nano-batch broke off; what was launched before it stays."""
         jobs = [self._jobs[pick.job] for pick in composition.picks]
-        if is_out_of_memory(error):
-            return self._out_of_memory(composition, jobs, error)
-        # Other bits than were proven are not what an exact run goes on with.
-        if not self.exact and self.super_model.runs_uncompiled(error):
-            return self._uncompiled(jobs, error)
-        return self._broken_off(jobs, error)
-
-    def _out_of_memory(
-        self, composition: Composition, jobs: list[EngineJob], error: BaseException
-    ) -> Outcome:
-        self._drop_partial_batches(jobs)
-        held_graphs = self.super_model.release_graphs()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        if held_graphs:
-            logger.warning("out of memory: captured graphs give theirs back")
-            return Outcome(error=f"out of memory: {error}")
-        alone = len(jobs) == 1 and len(composition.picks[0].indices) == 1
-        if alone or self.exact or self.budget_tokens <= MIN_BUDGET:
-            return self._fail_or_suspect(jobs, f"out of memory on {composition.tokens} tokens")
-        outcome = Outcome(error=f"out of memory: {error}")
-        if self._controller is None:
-            self.budget_tokens = max(MIN_BUDGET, self.budget_tokens // 2)
-        else:
-            launched = InFlight(composition, self._group)
-            outcome = self._measured(launched, outcome, out_of_memory=True)
-        logger.warning(
-            "out of memory on %d rows: going on with nano-batches of %d tokens",
-            composition.rows,
-            self.budget_tokens,
-        )
-        return outcome
-
-    def _uncompiled(self, jobs: list[EngineJob], error: Exception) -> Outcome:
-        # The compiler's own error stands in its second line.
-        reason = " ".join((str(error).strip() or type(error).__name__).splitlines()[:2])
-        logger.warning("the layers cannot be compiled, going on without: %s", reason)
-        self._drop_partial_batches(jobs)
-        return Outcome(error=f"not compiled: {reason}")
-
-    def _broken_off(self, jobs: list[EngineJob], error: Exception) -> Outcome:
-        logger.warning("a nano-batch broke off", exc_info=error)
-        self._drop_partial_batches(jobs)
-        return self._fail_or_suspect(jobs, f"{type(error).__name__}: {error}")
-
-    def _fail_or_suspect(self, jobs: list[EngineJob], reason: str) -> Outcome:
-        """There is no single culprit in company, and a device may stumble once: every job of the
-        nano-batch runs its whole batch by itself next, and fails only if it fails then."""
-        if jobs[0].name not in self._suspects:
-            self._suspects += [job.name for job in jobs]
-            return Outcome(error=reason)
-        if self._in_flight:
+        found = self._recovery.after(error, composition, jobs, group=self._group)
+        if isinstance(found, Outcome):
+            return found
+        if self._under_way:
             # Its last step may be under way: it hears of that, and is tried once more.
             return self._report()
-        failure = JobFailed(f"step {jobs[0].step + 1}: {reason}", job=jobs[0].name)
-        self._leave(jobs[0].name)
+        job, reason = found.job, found.reason
+        self._leave(job.name)
+        failure = JobFailed(f"step {job.step + 1}: {reason}", job=job.name)
         return Outcome(error=reason, failures=(failure,))
-
-    def _drop_partial_batches(self, jobs: list[EngineJob]) -> None:
-        for job in jobs:
-            optimiser.clear_gradients(list(self.super_model.views(job.name).values()))
-            job.replay()
 
     def _restore_moments(self, name: str, state: JobState) -> None:
         moments = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}

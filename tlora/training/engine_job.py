@@ -228,10 +228,12 @@ class EngineJob:
             self.name, self.optimiser, request.learning_rate, self.step + 1, request.max_grad_norm
         )
 
-    def stepped(self) -> None:
-        """The step is under way: the next batch may come."""
+    def stepped(self) -> Batch:
+        """The step is under way: the next batch may come. The one that was stepped on."""
+        assert self.batch is not None
+        batch, self.batch = self.batch, None
         self.step += 1
-        self.batch = None
+        return batch
 
     def evaluation_launched(self) -> EvaluationDone:
         """What will be said of it, but for the loss, which is still to come."""

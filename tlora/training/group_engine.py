@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from tlora.core.errors import JobFailed
@@ -35,13 +34,15 @@ from tlora.parallel.exchange import exchange
 from tlora.parallel.lock_step import LockStep, Pass, Standing, Verdict, Wish
 from tlora.parallel.reduction import sum_in_order
 from tlora.parallel.sharding import GroupLost, Sharded
-from tlora.training import loss, optimiser
+from tlora.training import optimiser
 from tlora.training.compose import Composition, Kind, Waiting, bucket_of
 from tlora.training.controller import Controller, Decision, Measure
 from tlora.training.engine import Engine
 from tlora.training.engine_job import NOBODY, EngineJob
 from tlora.training.in_flight import InFlight
+from tlora.training.launching import run_through
 from tlora.training.outcome import Outcome
+from tlora.training.recovery import drop_partial_batches
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ class GroupEngine(Engine):
     def detach(self, name: str) -> None:
         """One that spans ranks leaves all of them between the same two nano-batches."""
         self._job(name)
-        self._drop_reports(name)
+        self._under_way.drop(name)
         self._forget(name)
         super()._leave(name)
 
@@ -195,7 +196,7 @@ class GroupEngine(Engine):
         return self._with_agreed(outcome, failures)
 
     def has_work(self) -> bool:
-        return bool(self.alive or self._in_flight)
+        return bool(self.alive or self._under_way)
 
     def _agree(self) -> Verdict:
         wish = Wish(
@@ -205,7 +206,7 @@ class GroupEngine(Engine):
             drift=self.drift,
             crowded=self._crowded,
             rows=self._rows_wished(),
-            budget=0 if self._controller is None else self._controller.budget,
+            budget=0 if self._sizing.controller is None else self._sizing.controller.budget,
             unfit_rows=self._unfit_rows,
             standings=tuple(self._standing(job) for job in self._spanning()),
         )
@@ -221,7 +222,7 @@ class GroupEngine(Engine):
         """All take the size of the rank that measures, but for one that has just told that it has
         no room: the next size will take that into account."""
         told, self._unfit_rows = self._unfit_rows, 0
-        if self._controller is not None:
+        if self._sizing.controller is not None:
             if verdict.unfit_rows:
                 unfit = Measure(
                     budget=verdict.budget,
@@ -230,7 +231,7 @@ class GroupEngine(Engine):
                     seconds=0.0,
                     out_of_memory=True,
                 )
-                self._decisions = self._controller.observe(unfit)
+                self._decisions = self._sizing.controller.observe(unfit)
         elif verdict.budget and not told:
             self.budget_tokens = verdict.budget
 
@@ -241,7 +242,7 @@ class GroupEngine(Engine):
             kind = _pass_of(each.kind)
             rows[kind] += sum(each.lengths)
         sizes = [
-            bucket_of(min(tokens, budget), budget, self._buckets(budget)) if tokens else 0
+            bucket_of(min(tokens, budget), budget, self._sizing.buckets(budget)) if tokens else 0
             for tokens in (rows[Pass.FORWARD], rows[Pass.TRAIN])
         ]
         return sizes[0], sizes[1]
@@ -268,8 +269,13 @@ class GroupEngine(Engine):
             self._sharded.catch_up()
         self._broke_off = True
         budget = self.budget_tokens
-        outcome = super()._undo(composition, error)
-        if self._controller is None and self.budget_tokens < budget:
+        jobs = [self._jobs[pick.job] for pick in composition.picks]
+        if self._sharded is not None and self._sharded.kept_layers and is_out_of_memory(error):
+            outcome = self._keep_fewer_layers(jobs, error)
+        else:
+            outcome = super()._undo(composition, error)
+        self._replays |= {job.name for job in jobs if job.part is not None}
+        if self._sizing.controller is None and self.budget_tokens < budget:
             self._unfit_rows = composition.rows
         return self._with_agreed_steps(outcome) if self._spanning() else outcome
 
@@ -280,8 +286,7 @@ class GroupEngine(Engine):
         self._settle(launched)
         if launched.is_empty:
             return outcome
-        launched.seal(self.super_model.device)
-        self._in_flight.append(launched)
+        self._under_way.add(launched, self.super_model.device)
         told = self._with_failures(self._report(), launched.failures)
         return replace(
             outcome,
@@ -290,36 +295,28 @@ class GroupEngine(Engine):
             failures=(*outcome.failures, *told.failures),
         )
 
-    def _out_of_memory(
-        self, composition: Composition, jobs: list[EngineJob], error: BaseException
-    ) -> Outcome:
+    def _keep_fewer_layers(self, jobs: list[EngineJob], error: Exception) -> Outcome:
         """Layers that stay gathered go first, on all ranks: then there may be room for the same
         nano-batch."""
-        if self._sharded is None or not self._sharded.kept_layers:
-            return super()._out_of_memory(composition, jobs, error)
         logger.warning("out of memory: fewer layers stay gathered")
-        self._drop_partial_batches(jobs)
+        drop_partial_batches(self.super_model, jobs)
         self._crowded = True
         return Outcome(error=f"out of memory: {error}")
-
-    def _drop_partial_batches(self, jobs: list[EngineJob]) -> None:
-        super()._drop_partial_batches(jobs)
-        self._replays |= {job.name for job in jobs if job.part is not None}
 
     def _join_without_work(self, kind: Pass) -> None:
         """For the sake of the others: a row of nobody's, which counts nothing."""
         assert self._sharded is not None
-        train = kind is Pass.TRAIN
         tokens = np.zeros(2, dtype=np.int32)
         share = Share(NOBODY, [TokenSequence(tokens, tokens)], [0], [0.0])
         batch = pack([share], EMPTY_ROWS, self.super_model.device)
         try:
             self._sharded.begin(kind)
-            with torch.set_grad_enabled(train), self.super_model.routed(batch, train=train):
-                losses = self.super_model.token_losses(batch)
-                if train:
-                    loss.backward(losses, batch.loss_scales)
-                self.super_model.launched()
+            run_through(
+                self.super_model,
+                batch,
+                train=kind is Pass.TRAIN,
+                scales=lambda losses: batch.loss_scales,
+            )
             self._sharded.end()
         except GroupLost:
             raise
@@ -345,10 +342,7 @@ class GroupEngine(Engine):
         if batch.kind is Kind.TRAIN and batch.request is None:
             return Standing.BUSY
         # Its losses must be known here before they can be summed.
-        under_way = any(
-            batch is each for launched in self._in_flight for each in launched.batches()
-        )
-        return Standing.BUSY if under_way else Standing.READY
+        return Standing.BUSY if self._under_way.holds(batch) else Standing.READY
 
     def _carry_out(self, standings: Sequence[Standing]) -> list[JobFailed]:
         failures: list[JobFailed] = []
@@ -357,7 +351,7 @@ class GroupEngine(Engine):
                 case Standing.READY:
                     self._combine(job)
                 case Standing.REPLAY:
-                    super()._drop_partial_batches([job])
+                    drop_partial_batches(self.super_model, [job])
                     self._replays.discard(job.name)
                 case Standing.OVER:
                     self.ended.append(job.name)
@@ -401,7 +395,7 @@ class GroupEngine(Engine):
         why = json.loads(text)
         if why["paused"]:
             self.paused.add(job.name)
-        self._drop_reports(job.name)
+        self._under_way.drop(job.name)
         self._forget(job.name)
         super()._leave(job.name)
         return JobFailed(f"{why['reason']} (rank {rank})", job=job.name)

@@ -5,6 +5,7 @@ waits once, for the copies, and by then has launched the next nano-batch if the 
 """
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -15,7 +16,7 @@ from tlora.model.packing import PackedBatch, PackedSegment
 from tlora.training.batch import Batch, Passage
 from tlora.training.compose import Composition, Kind
 from tlora.training.engine_job import EngineJob
-from tlora.training.outcome import EvaluationDone, StepDone
+from tlora.training.outcome import EvaluationDone, Outcome, StepDone
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,13 +36,6 @@ class LaunchedEvaluation:
     """But for its loss and figures."""
 
     weights_are_finite: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Results:
-    steps: list[StepDone] = field(default_factory=list[StepDone])
-    evaluations: list[EvaluationDone] = field(default_factory=list[EvaluationDone])
-    failures: list[JobFailed] = field(default_factory=list[JobFailed])
 
 
 @dataclass(slots=True, eq=False)
@@ -99,9 +93,12 @@ class InFlight:
         yield from (batch for each in self.steps for batch in each.batches)
         yield from (each.batch for each in self.evaluations)
 
-    def results(self) -> Results:
-        """Call `wait` before, and this once. Nothing is said of batches that were dropped."""
-        found = Results()
+    def outcome(self, seconds: float) -> Outcome:
+        """What it has brought in this time. Call `wait` before, and this once. Nothing is said of
+        batches that were dropped."""
+        steps: list[StepDone] = []
+        evaluations: list[EvaluationDone] = []
+        failures: list[JobFailed] = []
         for passage, sums in zip(self.passages, self._loss_sums(), strict=True):
             if self._is_reference:
                 passage.batch.count_reference(passage.fed, sums)
@@ -115,23 +112,32 @@ class InFlight:
                         passage.batch.check_loss()
                 except JobFailed as failure:
                     passage.batch.dropped = True
-                    found.failures.append(failure)
+                    failures.append(failure)
         for each in self.steps:
             for batch, norm in zip(each.batches, each.norms.tolist(), strict=True):
                 if not batch.dropped:
                     try:
-                        found.steps.append(batch.finish_step(norm))
+                        steps.append(batch.finish_step(norm))
                     except JobFailed as failure:
-                        found.failures.append(failure)
+                        failures.append(failure)
         for each in self.evaluations:
             if not each.batch.dropped:
                 try:
                     each.job.check_weights(bool(each.weights_are_finite))
                     each.batch.check_loss()
-                    found.evaluations.append(self._evaluated(each))
+                    evaluations.append(self._evaluated(each))
                 except JobFailed as failure:
-                    found.failures.append(failure)
-        return found
+                    failures.append(failure)
+        composition = self.composition
+        return Outcome(
+            kind=composition.kind if composition else None,
+            rows=composition.rows if composition else 0,
+            tokens=self.tokens,
+            seconds=seconds if composition else 0.0,
+            steps=tuple(steps),
+            evaluations=tuple(evaluations),
+            failures=tuple(failures),
+        )
 
     @property
     def _is_reference(self) -> bool:
@@ -150,6 +156,40 @@ class InFlight:
             [float(part.sum()) for part in host[segment.targets].split(segment.sequence_targets)]
             for segment in self._segments
         ]
+
+
+class UnderWay:
+    """Nano-batches that were launched and of which nothing has been said, in their order."""
+
+    def __init__(self) -> None:
+        self._launched: deque[InFlight] = deque()
+        self._last_arrival = 0.0
+
+    def __len__(self) -> int:
+        return len(self._launched)
+
+    def add(self, launched: InFlight, device: torch.device) -> None:
+        launched.seal(device)
+        self._launched.append(launched)
+
+    def first(self) -> tuple[InFlight, Outcome]:
+        """Wait for the one that was launched first, and what it has brought."""
+        arrived = self._launched.popleft()
+        arrived.wait()
+        now = time.perf_counter()
+        # Of two that were launched together, the second one began when the first was through.
+        seconds = now - max(arrived.started, self._last_arrival)
+        self._last_arrival = now
+        return arrived, arrived.outcome(seconds)
+
+    def holds(self, batch: Batch) -> bool:
+        return any(batch is each for launched in self._launched for each in launched.batches())
+
+    def drop(self, job: str) -> None:
+        """Nothing more will be said of this job's batches."""
+        for launched in self._launched:
+            for batch in launched.batches():
+                batch.dropped |= batch.job == job
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from tlora.model.adapters import AdapterWeights, LoraPair
+from tlora.model.job_rows import Held, of_weights
 from tlora.model.snapshot import Snapshot
-from tlora.model.super_model import Held, SuperModel, of_weights
+from tlora.model.super_model import SuperModel
 from tlora.training.engine_job import JobState
 
 

@@ -28,7 +28,7 @@ from tlora.runtime.profiling.group_check import check_group
 from tlora.runtime.profiling.rig import NotMeasured, Rig, Visit
 from tlora.runtime.profiling.settings import Settings
 from tlora.training.compose import buckets_for
-from tlora.training.engine import CPU_BUCKET_STEP
+from tlora.training.sizing import CPU_BUCKET_STEP
 
 PAUSE_RANK = 16
 PAUSES = 6

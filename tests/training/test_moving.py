@@ -1,0 +1,102 @@
+"""A job that leaves an engine goes on in another as if it had stayed, and leaves nothing behind."""
+
+import pytest
+import torch
+from support.alone import ROUNDING, alone, as_alone, weights
+from support.tiny import Fed, batches, distance, drive, identical, tiny_engine, train
+
+from tlora.model.adapters import AdapterWeights
+from tlora.training.engine import Engine
+from tlora.training.optimiser import AdamW
+
+
+def moved(job: Fed, first: Engine, second: Engine, *, after: int, partial: bool) -> None:
+    """Detach after some steps, in mid-batch if `partial`, and go on in another engine."""
+    job.attach(first)
+    for _ in drive(first, [job]):
+        if len(job.steps) == after:
+            break
+    if partial:
+        job.feed(first)
+        first.run_nano_batch()
+        assert len(job.steps) == after
+    state = first.state(job.name)
+    first.detach(job.name)
+    assert state.step == after and not first.jobs
+    job.attach(second, weights=state.weights, state=state)
+    list(drive(second, [job]))
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_detach_and_attach_go_on_exactly(partial: bool) -> None:
+    """Taken out and put into another engine, a job ends with the bits of one that stayed; what it
+    had of an unfinished batch is dropped and run again."""
+
+    def made() -> Fed:
+        optimiser = AdamW(epsilon=1e-3, weight_decay=0.1)
+        return Fed("job", batches(1, [12, 9, 14, 11, 8]), dropout=0.2, optimiser=optimiser)
+
+    solo, expected = alone(made)
+    job, second = made(), tiny_engine()
+    moved(job, tiny_engine(), second, after=2, partial=partial)
+    assert job.losses == solo.losses
+    assert identical(weights(second, job), expected)
+
+
+def test_a_lost_moment_shows() -> None:
+    """The comparison above refuses a job that went on without its optimiser's moments."""
+
+    def made() -> Fed:
+        return Fed("job", batches(1, [4] * 4))
+
+    _, expected = alone(made)
+    job, first, second = made(), tiny_engine(), tiny_engine()
+    job.attach(first)
+    for _ in drive(first, [job]):
+        if len(job.steps) == 2:
+            break
+    job.attach(second, weights=first.state("job").weights)
+    list(drive(second, [job]))
+    assert not distance(weights(second, job), expected) < ROUNDING
+
+
+def test_nothing_of_a_job_outlives_it(engine: Engine) -> None:
+    """Rows that a detached job leaves are cleared; who takes them over starts like anybody."""
+    rows = batches(1, [12])[0]
+    for name in ("first", "second"):
+        job = Fed(name, [rows])
+        job.attach(engine)
+        engine.feed(name, rows, loss_scale=1.0)
+        engine.run_nano_batch()
+        engine.detach(name)
+        for pool in engine.super_model.pools:
+            for matrix in (pool.a, *pool.b):
+                assert not any(tensor.any() for tensor in matrix.tensors)
+    heir = Fed("heir", batches(2, [3] * 2))
+    train(engine, [heir])
+    assert as_alone(engine, heir, lambda: Fed("heir", batches(2, [3] * 2)))
+
+
+def test_an_attach_that_breaks_off_leaves_nothing_behind(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No room in one of the pools: the others give their rows back, and the job may try again."""
+
+    def neighbour() -> Fed:
+        return Fed("neighbour", batches(3, [4, 4]))
+
+    pool, late = engine.super_model.pools[-1], Fed("late", batches(2, [4]))
+    claim = pool.claim
+
+    def no_room(job: str, weights: AdapterWeights) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(pool, "claim", no_room)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(engine, [late])
+    monkeypatch.setattr(pool, "claim", claim)
+    assert not engine.jobs
+    engine.check_integrity()
+    other = neighbour()
+    train(engine, [other])
+    assert as_alone(engine, other, neighbour)
