@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tlora.costs import read_profile
 from tlora.runtime.profiling.settings import HELP, Settings
-from tlora.training.engine import CPU_BUCKET_STEP
+from tlora.training.sizing import CPU_BUCKET_STEP
 
 ROOT = Path(__file__).parents[3]
 # As if these were not installed.
