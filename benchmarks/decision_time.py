@@ -3,7 +3,9 @@
 Jobs fill a cluster of a quarter as many GPUs; then jobs end and come, one a turn, and each decision
 is timed (processor time). `all at once` is the first decision, in which nobody runs yet.
 
-    python benchmarks/decision_time.py [--sizes 128,1000,10000] [--json FILE] [--svg FILE]
+    python benchmarks/decision_time.py --docs              # measures all sizes; line, plot and page
+    python benchmarks/decision_time.py --docs --last       # plot and page again, from the last line
+    python benchmarks/decision_time.py --sizes 128,1000    # prints only; --json FILE keeps the line
 """
 
 import argparse
@@ -13,12 +15,16 @@ import os
 import random
 import sys
 import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from simulate_study import commit
 from support.scheduling import costs_of, request
 
 from tlora.control.loop import Loop
@@ -31,6 +37,13 @@ from tlora.core.state import State
 from tlora.schedule import make_policy
 
 TURNS = 200
+SIZES = (32, 64, 128, 256, 512, 1000, 2000, 4000, 10000)
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "decision_time.jsonl"
+PLOT = ROOT / "docs" / "decision_time.svg"
+PAGE = ROOT / "docs" / "scheduling.md"
+BEGIN, END = "<!-- from benchmarks/decision_time.py -->\n", "<!-- to here -->\n"
+"""What lies between is replaced."""
 
 
 def drawn(draw: random.Random, name: str, at: float) -> JobRequest:
@@ -123,35 +136,86 @@ def svg(rows: list[dict[str, float]]) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--sizes", default="32,64,128,256,512,1000,2000,4000,10000")
-    parser.add_argument("--turns", type=int, default=TURNS)
-    parser.add_argument("--json")
-    parser.add_argument("--svg")
-    options = parser.parse_args()
+def text(line: dict[str, Any]) -> str:
+    """Markdown: what the plot shows, and on how quiet a machine."""
+    rows = [
+        "| jobs | GPUs | p50 ms | p99 | a tick | all at once |",
+        "|---:|---:|---:|---:|---:|---:|",
+        *[
+            f"| {row['jobs']:,.0f} | {row['gpus']:,.0f} | {row['p50_ms']:.2f} | "
+            f"{row['p99_ms']:.2f} | {row['tick_ms']:.2f} | {row['all_at_once_ms']:.0f} |"
+            for row in line["rows"]
+        ],
+    ]
+    day = datetime.fromtimestamp(line["unix_s"], UTC).date()
+    load = f"load average {line['load_average']} on {line['cores']} cores"
+    return "\n".join([*rows, "", f"Measured on {day}, {load}.", ""])
+
+
+def with_text(page: str, new: str) -> str:
+    """The page with this between its marks."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}{new}{END}{after}"
+
+
+def last_full_line(path: Path) -> dict[str, Any]:
+    """Of all sizes: others are not plotted."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [each for each in lines if [row["jobs"] for row in each["rows"]] == list(SIZES)][-1]
+
+
+def measure(sizes: Sequence[int], turns: int) -> dict[str, Any]:
+    """Said as it goes."""
     rows: list[dict[str, float]] = []
     print(
         f"{'jobs':>6} {'GPUs':>5} {'p50 ms':>8} {'p99 ms':>8} {'tick ms':>8} {'all at once ms':>15}"
     )
-    for size in map(int, options.sizes.split(",")):
-        row = measured(size, 256 if size == 1000 else max(1, size // 4), options.turns)
+    for size in sizes:
+        row = measured(size, 256 if size == 1000 else max(1, size // 4), turns)
         rows.append(row)
         print(
             f"{size:6} {row['gpus']:5.0f} {row['p50_ms']:8.2f} {row['p99_ms']:8.2f} "
             f"{row['tick_ms']:8.2f} {row['all_at_once_ms']:15.1f}",
             flush=True,
         )
-    line = {"v": 1, "kind": "decision_time", "command": " ".join(sys.argv), "rows": rows}
-    line["unix_s"] = round(time.time())
-    # Others on the machine make processor time longer too: caches and clocks are shared.
-    line["load_average"] = round(os.getloadavg()[0], 1)
-    line["cores"] = os.cpu_count()
-    if options.json:
-        with Path(options.json).open("a", encoding="utf-8") as out:
-            out.write(json.dumps(line) + "\n")
-    if options.svg:
-        Path(options.svg).write_text(svg(rows), encoding="utf-8")
+    return {
+        "v": 1,
+        "kind": "decision_time",
+        "commit": commit(),
+        "command": " ".join(sys.argv),
+        "rows": rows,
+        "unix_s": round(time.time()),
+        # Others on the machine make processor time longer too: caches and clocks are shared.
+        "load_average": round(os.getloadavg()[0], 1),
+        "cores": os.cpu_count(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--sizes", default=",".join(map(str, SIZES)))
+    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--json", type=Path, help="the line is added to this file")
+    parser.add_argument(
+        "--docs",
+        action="store_true",
+        help=f"{PLOT.name} and {PAGE.name} from the last line of all sizes in --json "
+        f"({RESULTS.relative_to(ROOT)})",
+    )
+    parser.add_argument("--last", action="store_true", help="measure nothing")
+    options = parser.parse_args()
+    kept: Path | None = options.json or (RESULTS if options.docs else None)
+    if not options.last:
+        line = measure([int(size) for size in options.sizes.split(",")], options.turns)
+        if kept is not None:
+            with kept.open("a", encoding="utf-8") as out:
+                out.write(json.dumps(line) + "\n")
+    if options.docs and kept is not None:
+        line = last_full_line(kept)
+        PLOT.write_text(svg(line["rows"]), encoding="utf-8")
+        page = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(with_text(page, text(line)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -50,6 +50,28 @@ def test_a_short_job_is_not_behind_long_ones_that_nobody_can_help() -> None:
     assert run_.ended_at()["short"] < 20_300
 
 
+def test_a_job_that_is_alone_gives_its_turn_where_those_with_more_to_do_free_no_gpu() -> None:
+    """The three with most to do share a GPU, of whose base the short job is not; the fourth is due
+    a whole GPU, and nobody may join it."""
+    found = [request(f"sharing{n}", steps=10**6, at=float(n), slowdown_bound=4.0) for n in range(3)]
+    found.append(request("alone", steps=10**5, at=3.0, slowdown_bound=1.0, priority=100.0))
+    short = request("short", base="qwen", steps=100, at=1000.0)
+    run_ = Run("tlora", [*found, short], gpus=2, max_runnable=4)
+    while run_.state.now < 1000 or not run_.state.jobs.keys() >= {"short"}:
+        run_.loop.step()
+    assert sorted(len(group.jobs) for group in run_.state.groups.values()) == [1, 3]
+    while run_.state.now < 1300:
+        run_.loop.step()
+    assert run_.ended_at()["short"] < 1100
+    paused = [
+        decision.job
+        for turn in run_.store.turns()
+        for decision in turn.decisions
+        if isinstance(decision, Pause)
+    ]
+    assert paused == ["alone"]
+
+
 @pytest.mark.parametrize("policy", ["tlora", "tlora-no-kernel", "srtf", "solo", "fifo-memory"])
 def test_never_more_than_the_limit_run(policy) -> None:
     """At any time, whoever waits too long; and every job ends."""

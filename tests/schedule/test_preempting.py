@@ -1,7 +1,7 @@
 """How long a job waits before others make way for it, and when that is looked at."""
 
 from support.costs import new_profile
-from support.scheduling import request
+from support.scheduling import Run, costs_of, request
 
 from tlora.core.cluster import uniform_cluster
 from tlora.core.event import Arrival
@@ -46,6 +46,20 @@ def test_the_next_look_is_when_the_first_has_waited_enough_and_always_later() ->
         end = next_patience_end(state, costs, SETTINGS)
         assert end > state.now
         state.advance(end, {}, {})
+
+
+def test_a_wait_makes_a_short_job_urgent_by_its_own_time() -> None:
+    """A long job has the only GPU, which it got no more of than its due, and nobody may join it.
+    The short one's wait is next to nothing against five minutes, and long against its own time."""
+    long = request("long", steps=10**6, slowdown_bound=1.0)
+    short = request("short", base="qwen", steps=50, at=1000.0, slowdown_bound=1.0)
+    run = Run("tlora", [long, short], gpus=1)
+    while "short" not in run.state.outcomes:
+        run.loop.step()
+    costs = costs_of(run.cluster)
+    alone_s = costs.start_s("qwen") + 50 * costs.figures(short).solo_step_s
+    waited_s = run.ended_at()["short"] - 1000.0 - alone_s
+    assert waited_s < 1.2 * LEAST_PATIENCE_S
 
 
 def test_nobody_waits_no_look() -> None:

@@ -14,8 +14,9 @@ from tlora.costs.groups import Costs, JobFigures
 from tlora.schedule.fairness import fair_gpus
 
 FRESH_S = 300.0
-"""Seconds of solo training that every job is taken to have been due and to have got: a job that
-has just come is neither behind nor ahead."""
+"""Seconds of solo training that every job is taken to have been due and to have got, or what it
+needs in all where that is less: a job that has just come is neither behind nor ahead, and a short
+one is soon."""
 
 CREDIT_LIMIT = 2.0
 """A tenant that was served too little (too much) is more (less) urgent by at most this factor."""
@@ -95,6 +96,9 @@ class Piece:
     looseness: float
     """Its bound x the user's own weight."""
 
+    fresh_s: float
+    """See `FRESH_S`; a start is part of what it needs."""
+
     credit: Mapping[str, float]
     """Of the tenants, by name; kept up to date by `Pieces`."""
 
@@ -131,7 +135,7 @@ class Piece:
         job = self.job
         request = job.request
         done_s = job.steps_done * self.figures.solo_step_s
-        behind = (job.fair_s + FRESH_S) / (done_s + FRESH_S)
+        behind = (job.fair_s + self.fresh_s) / (done_s + self.fresh_s)
         return behind / request.slowdown_bound * self.credit.get(request.tenant, 1.0)
 
     @property
@@ -479,6 +483,9 @@ def new_piece(job: JobState, costs: Costs, credit: Mapping[str, float]) -> Piece
             worth_s,
         ),
         looseness=request.slowdown_bound * request.load.weight,
+        fresh_s=min(
+            FRESH_S, costs.start_s(request.base) + request.total_steps * figures.solo_step_s
+        ),
         credit=credit,
     )
 

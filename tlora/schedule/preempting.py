@@ -2,6 +2,7 @@
 dues. These wait then, and become urgent in their turn."""
 
 import math
+from collections.abc import Iterator
 from itertools import islice
 
 from tlora.core.decision import Reasons
@@ -29,7 +30,7 @@ LONGER = 2.0
 """A job gives its turn to one from beyond the limit if it has so many times as much to do."""
 
 VICTIMS = 3
-"""Jobs that are tried for that."""
+"""Jobs that are tried for that, and one more that is alone in its group."""
 
 
 def make_way(board: Board, settings: Settings) -> None:
@@ -75,9 +76,22 @@ def take_turns(
             for each, remaining in victims
             if remaining >= needed[piece.name] and board.place[each.name] == each.job.group
         )
-        for victim in list(islice(found, VICTIMS)):
+        for victim in _tried(board, found):
             if _take_turn(board, piece, victim, widest):
                 break
+
+
+def _tried(board: Board, found: Iterator[Piece]) -> list[Piece]:
+    """The first, and of the others one whose leaving frees GPUs: where all groups are full, a job
+    that shares one leaves no room for another."""
+    first = list(islice(found, VICTIMS))
+    alone = (each for each in found if _is_alone(board, each))
+    return [*first, *islice(alone, 1)]
+
+
+def _is_alone(board: Board, piece: Piece) -> bool:
+    group = board.place[piece.name]
+    return group is not None and len(board.bins[group].load.pieces) == 1
 
 
 def _take_turn(board: Board, piece: Piece, victim: Piece, widest: int | None) -> bool:
