@@ -33,6 +33,10 @@ class Tuning:
     """`reduce`: rank tiles below this are computed as [features, rank rows], which fills the tensor
     cores' 64 rows with features."""
 
+    ahead: int = 0
+    """`reduce`: blocks of tokens of a program's next item that are fetched into the L2 cache while
+    it is at this one, with B and the gradient; 0: none. Changes no bit."""
+
     @property
     def limits(self) -> dict[str, int]:
         return {"maxnreg": self.registers} if self.registers else {}

@@ -20,6 +20,7 @@ from tlora.kernels.multi_lora.settings import Tuning
 from tlora.kernels.multi_lora.triton_forward import (
     COL,
     COLUMNS,
+    COMPILED,
     COUNT,
     FIRST,
     KEEP,
@@ -34,11 +35,15 @@ from tlora.kernels.multi_lora.triton_forward import (
     alignment,
     expand,
     float_bits,
+    num_items,
     num_programs,
     pick,
+    place_of,
     rank_classes,
     shape_of,
     shrink,
+    started,
+    starts_early,
     three,
     uint_bits,
 )
@@ -46,9 +51,55 @@ from tlora.kernels.multi_lora.triton_streams import feature_hash, kept, linear_k
 
 INDEX = tl.constexpr(lists.INDEX)
 GROUP = tl.constexpr(lists.GROUP)
+ZERO = tl.constexpr(lists.ZERO)
 
 SUM_PARTS = 8
 """Parts that are on their way at once."""
+
+
+@triton.jit
+def _fetch(p_tile, mask):
+    """Ask for the 128 bytes at each of these places to come to the L2 cache; nobody waits."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [p_tile.to(tl.int64), mask.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _fetch_rows(p_rows, count, n, ROWS: tl.constexpr, SIZE_N: tl.constexpr):
+    """The first `count` of ROWS rows, SIZE_N features of each, to the L2 cache."""
+    LINE: tl.constexpr = 1024 // p_rows.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = (SIZE_N + LINE - 1) // LINE
+    o_rows = tl.arange(0, ROWS)
+    o_lines = tl.arange(0, LINES) * LINE
+    m_rows = (o_rows < count)[:, None] & (o_lines >= 0)[None, :]
+    _fetch(p_rows + (o_rows[:, None] * n + o_lines[None, :]), m_rows)
+
+
+@triton.jit
+def _fetch_next(
+    p_q0, p_q1, p_q2, p_w0, p_w1, p_w2, p_table, first_row, i_item, total,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, NUM: tl.constexpr, ENDS: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, FUSED: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """What the program will wait for when it begins its next item: the first tokens, and B."""
+    if i_item < total:
+        i_row, i_n = place_of(p_table, i_item, ENDS, BN, N0, N1, N2)
+        p_row = p_table + (first_row + i_row) * COLUMNS
+        i_l = tl.load(p_row + LINEAR)
+        n = pick(i_l, N0, N1, N2, NUM)
+        start, count = tl.load(p_row + START).to(tl.int64), tl.load(p_row + COUNT)
+        p_q = pick(i_l, p_q0, p_q1, p_q2, NUM) + start * n + i_n * BN
+        _fetch_rows(p_q, count, n, AHEAD * BT, BN)
+        if FUSED:
+            w_row = tl.load(p_row + W_ROW).to(tl.int64)
+            p_w = pick(i_l, p_w0, p_w1, p_w2, NUM) + w_row * n + i_n * BN
+            _fetch_rows(p_w, tl.load(p_row + RANK), n, BR, BN)
 
 
 @triton.jit
@@ -95,8 +146,10 @@ def _add_gradient(
 ):  # fmt: skip
     """The pool's gradient += b_g, or the sum of the job's partial sums if there are several."""
     size = tl.load(p_row + SIZE)
+    # A gradient that is known to be zero is not read.
+    m_old = m_g & (tl.load(p_row + ZERO) == 0)
     if size == 1:
-        tl.store(p_g + o_g, tl.load(p_g + o_g, mask=m_g, other=0.0) + b_g, mask=m_g)
+        tl.store(p_g + o_g, tl.load(p_g + o_g, mask=m_old, other=0.0) + b_g, mask=m_g)
     else:
         first, index = tl.load(p_row + FIRST).to(tl.int64), tl.load(p_row + INDEX)
         o_sum = o_r[:, None] * MAX_N + o_n[None, :]
@@ -106,7 +159,7 @@ def _add_gradient(
         tl.debug_barrier()
         # The last to finish adds all in their order: the bits do not depend on who is last.
         if tl.atomic_add(p_done, 1, sem="acq_rel") == size - 1:
-            b_g = tl.load(p_g + o_g, mask=m_g, other=0.0)
+            b_g = tl.load(p_g + o_g, mask=m_old, other=0.0)
             for i in range(size):
                 p_i = p_sums + i * stride
                 b_g += tl.load(p_i + o_sum, mask=m_g, other=0.0, cache_modifier=".cg")
@@ -117,8 +170,11 @@ def _add_gradient(
 @triton.jit
 def _reduce_piece(
     p_g, p_sums, p_done, p_p, p_q, p_w, p_part, p_rows, p_row, rank, n, i_n, linear,
+    p_q0, p_q1, p_q2, p_w0, p_w1, p_w2, p_table, first_row, i_next, total,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, NUM: tl.constexpr, ENDS: tl.constexpr,
     MAX_N: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
-    DROPOUT: tl.constexpr, FUSED: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr,
+    MOST: tl.constexpr, DROPOUT: tl.constexpr, FUSED: tl.constexpr, EVEN: tl.constexpr,
+    TURNED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     start, count = tl.load(p_row + START).to(tl.int64), tl.load(p_row + COUNT)
     w_row = tl.load(p_row + W_ROW).to(tl.int64)
@@ -141,6 +197,11 @@ def _reduce_piece(
     b_w = o_r
     if FUSED:
         b_w = tl.load(p_w + o_g, mask=m_g, other=0.0).to(p_q.dtype.element_ty)  # [BR, BN]
+    if AHEAD > 0:
+        # While B is on its way.
+        _fetch_rows(p_g + i_n * BN, tl.where(tl.load(p_row + ZERO) == 0, rank, 0), n, BR, BN)
+        _fetch_next(p_q0, p_q1, p_q2, p_w0, p_w1, p_w2, p_table, first_row, i_next, total,
+                    N0, N1, N2, NUM, ENDS, BT, BN, MOST, FUSED, AHEAD)  # fmt: skip
     if DROPOUT:
         if threshold == 0:
             b_g = _reduce_loop(p_p, p_q, p_rows, p_part, b_w, o_r, m_r, o_n, m_n, start, count, n,
@@ -161,30 +222,32 @@ def _reduce_piece(
 @triton.jit
 def _reduce_item(
     p_g0, p_g1, p_g2, p_sums, p_done, p_p, p_q0, p_q1, p_q2, p_w0, p_w1, p_w2, p_part, p_rows,
-    p_table, first_row, i_item, linear_0, linear_1, linear_2, part_stride,
+    p_table, first_row, i_item, total, linear_0, linear_1, linear_2, part_stride,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, MAX_N: tl.constexpr,
-    W: tl.constexpr, NUM: tl.constexpr, TILES: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    CLASSES: tl.constexpr, DROPOUT: tl.constexpr, FUSED: tl.constexpr, EVEN: tl.constexpr,
-    ALIGN: tl.constexpr, TURNED: tl.constexpr,
+    W: tl.constexpr, NUM: tl.constexpr, TILES: tl.constexpr, ENDS: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, CLASSES: tl.constexpr, DROPOUT: tl.constexpr,
+    FUSED: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, TURNED: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
-    i_row, i_n = i_item // TILES, i_item % TILES
+    i_row, i_n = place_of(p_table, i_item, ENDS, BN, N0, N1, N2)
     p_row = p_table + (first_row + i_row) * COLUMNS
     i_l = tl.load(p_row + LINEAR)
     n = tl.multiple_of(pick(i_l, N0, N1, N2, NUM), ALIGN)
-    if i_n * BN < n:
-        rank = tl.load(p_row + RANK)
-        p_g = pick(i_l, p_g0, p_g1, p_g2, NUM)
-        p_q = pick(i_l, p_q0, p_q1, p_q2, NUM)
-        p_w = pick(i_l, p_w0, p_w1, p_w2, NUM)
-        linear = pick(i_l, linear_0, linear_1, linear_2, NUM)
-        # Not a compiled size, but W, a multiple of eight, divides it: 16 bytes in one store.
-        p_part += i_n * tl.multiple_of(part_stride.to(tl.int64), 8)
-        p_done += tl.load(p_row + GROUP) * TILES + i_n
-        for i in tl.static_range(CLASSES):
-            if (rank > (8 << i if i > 0 else 0)) & (rank <= 16 << i):
-                _reduce_piece(p_g, p_sums, p_done, p_p, p_q, p_w, p_part, p_rows, p_row, rank, n,
-                              i_n, linear, MAX_N, W, BT, BN, 16 << i, DROPOUT, FUSED, EVEN,
-                              (16 << i) < TURNED)  # fmt: skip
+    rank = tl.load(p_row + RANK)
+    p_g = pick(i_l, p_g0, p_g1, p_g2, NUM)
+    p_q = pick(i_l, p_q0, p_q1, p_q2, NUM)
+    p_w = pick(i_l, p_w0, p_w1, p_w2, NUM)
+    linear = pick(i_l, linear_0, linear_1, linear_2, NUM)
+    # Not a compiled size, but W, a multiple of eight, divides it: 16 bytes in one store.
+    p_part += i_n * tl.multiple_of(part_stride.to(tl.int64), 8)
+    p_done += tl.load(p_row + GROUP) * TILES + i_n
+    for i in tl.static_range(CLASSES):
+        if (rank > (8 << i if i > 0 else 0)) & (rank <= 16 << i):
+            _reduce_piece(p_g, p_sums, p_done, p_p, p_q, p_w, p_part, p_rows, p_row, rank, n,
+                          i_n, linear, p_q0, p_q1, p_q2, p_w0, p_w1, p_w2,
+                          p_table, first_row, i_item + tl.num_programs(0), total,
+                          N0, N1, N2, NUM, ENDS, MAX_N, W, BT, BN, 16 << i, 8 << CLASSES,
+                          DROPOUT, FUSED, EVEN, (16 << i) < TURNED, AHEAD)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_row", "linear_0", "linear_1", "linear_2", "part_stride"])
@@ -192,26 +255,28 @@ def reduce_kernel(
     p_g0, p_g1, p_g2, p_sums, p_done, p_p, p_q0, p_q1, p_q2, p_w0, p_w1, p_w2, p_part, p_rows,
     p_table, first_row, linear_0, linear_1, linear_2, part_stride,
     LIST: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, MAX_N: tl.constexpr,
-    W: tl.constexpr, NUM: tl.constexpr, TILES: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    CLASSES: tl.constexpr, DROPOUT: tl.constexpr, FUSED: tl.constexpr, EVEN: tl.constexpr,
-    ALIGN: tl.constexpr, TURNED: tl.constexpr, LOOP: tl.constexpr,
+    W: tl.constexpr, NUM: tl.constexpr, TILES: tl.constexpr, ENDS: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, CLASSES: tl.constexpr, DROPOUT: tl.constexpr,
+    FUSED: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, TURNED: tl.constexpr,
+    AHEAD: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """grad[rank rows, features] += P^T drop(Q) over a chunk of a job: S and dY, or dS and X."""
-    total = tl.load(p_table + LIST) * TILES
+    started(EARLY)
+    total = num_items(p_table, LIST, ENDS, BN, N0, N1, N2)
     i_item = tl.program_id(0)
     if LOOP:
         for i in tl.range(i_item, total, tl.num_programs(0), disable_licm=True):
             _reduce_item(p_g0, p_g1, p_g2, p_sums, p_done, p_p, p_q0, p_q1, p_q2,
-                         p_w0, p_w1, p_w2, p_part, p_rows, p_table, first_row, i,
+                         p_w0, p_w1, p_w2, p_part, p_rows, p_table, first_row, i, total,
                          linear_0, linear_1, linear_2, part_stride,
-                         N0, N1, N2, MAX_N, W, NUM, TILES, BT, BN,
-                         CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED)  # fmt: skip
+                         N0, N1, N2, MAX_N, W, NUM, TILES, ENDS, BT, BN,
+                         CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED, AHEAD)  # fmt: skip
     elif i_item < total:
         _reduce_item(p_g0, p_g1, p_g2, p_sums, p_done, p_p, p_q0, p_q1, p_q2,
-                     p_w0, p_w1, p_w2, p_part, p_rows, p_table, first_row, i_item,
+                     p_w0, p_w1, p_w2, p_part, p_rows, p_table, first_row, i_item, total,
                      linear_0, linear_1, linear_2, part_stride,
-                     N0, N1, N2, MAX_N, W, NUM, TILES, BT, BN,
-                     CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED)  # fmt: skip
+                     N0, N1, N2, MAX_N, W, NUM, TILES, ENDS, BT, BN,
+                     CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED, 0)  # fmt: skip
 
 
 @triton.jit
@@ -248,9 +313,10 @@ def sum_kernel(
     p_s, p_part, p_table, first_row, part_stride,
     LIST: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, W: tl.constexpr,
     NUM: tl.constexpr, BLOCKS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    PARTS: tl.constexpr, CLASSES: tl.constexpr, LOOP: tl.constexpr,
+    PARTS: tl.constexpr, CLASSES: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """dS[tokens, columns] = scale * the sum of its parts over tiles of features, in order."""
+    started(EARLY)
     total = tl.load(p_table + LIST) * BLOCKS
     i_item = tl.program_id(0)
     if LOOP:
@@ -291,11 +357,13 @@ def reduce(
         part if fused else p, rows, blocks.table,
         layout.first_row[name], *three(linears), part[0].numel() if fused else 0,
         lists.LISTS.index(name), *three(features), max(features), p.shape[1], n, tiles,
-        tuning.tokens, tuning.features,
+        lists.ENDS.get(name, 0), tuning.tokens, tuning.features,
         rank_classes(layout.most_rank(name)),
         dropout, fused, all(size % tuning.features == 0 for size in features),
-        alignment(features), tuning.turned, tuning.programs > 0,
-        num_warps=tuning.warps, num_stages=tuning.stages, **tuning.limits,
+        alignment(features), tuning.turned, tuning.ahead if COMPILED else 0,
+        tuning.programs > 0, starts_early(p.device),
+        num_warps=tuning.warps, num_stages=tuning.stages, launch_pdl=starts_early(p.device),
+        **tuning.limits,
     )  # fmt: skip
 
 
@@ -341,8 +409,8 @@ def sum_parts(
         ds, part, blocks.table, layout.first_row["shrink_dy"], part[0].numel(),
         lists.LISTS.index("shrink_dy"), *three(features), ds.shape[1], layout.num_linears, per_row,
         tuning.tokens, tile, SUM_PARTS,
-        rank_classes(layout.most_rank("shrink_dy")), tuning.programs > 0,
-        num_warps=tuning.warps, **tuning.limits,
+        rank_classes(layout.most_rank("shrink_dy")), tuning.programs > 0, starts_early(ds.device),
+        num_warps=tuning.warps, launch_pdl=starts_early(ds.device), **tuning.limits,
     )  # fmt: skip
 
 
@@ -375,4 +443,5 @@ def add_backward(
         reduce(grad_b, s, dy, blocks, rows, linears, name="reduce_b")
     reduce([grad_a] * n, ds, [x] * n, blocks, rows, linears, name="reduce_a")
     if dx is not None:
-        expand([dx], ds, [a], blocks, rows, linears, name="expand_dx", write=write)
+        common = (blocks, rows, linears)
+        expand([dx], ds, [a], *common, name="expand_dx", write=write, beside=True)

@@ -12,10 +12,11 @@ rank rows.
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tlora.kernels.multi_lora import blocks as lists
 from tlora.kernels.multi_lora.blocks import Blocks
-from tlora.kernels.multi_lora.devices import tuning_of
+from tlora.kernels.multi_lora.devices import limits, tuning_of
 from tlora.kernels.multi_lora.settings import Shape, Tuning
 from tlora.kernels.multi_lora.triton_streams import feature_hash, kept, linear_key, row_hash
 
@@ -35,6 +36,23 @@ SIZE = tl.constexpr(lists.SIZE)
 
 
 @triton.jit
+def started(EARLY: tl.constexpr):
+    """A program that was started while the kernel in front was still running waits for it here;
+    then the next kernel's may come and wait in their turn."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def ended(EARLY: tl.constexpr):
+    """Instead of `started`, where nothing of the kernel in front is needed: it began when the one
+    before it had ended, and must not end after this one."""
+    if EARLY:
+        gdc_wait()
+
+
+@triton.jit
 def pick(i, v_0, v_1, v_2, NUM: tl.constexpr):
     """The i-th of up to three values or pointers."""
     v = v_0
@@ -43,6 +61,46 @@ def pick(i, v_0, v_1, v_2, NUM: tl.constexpr):
     if NUM > 2:
         v = tl.where(i == 2, v_2, v)
     return v
+
+
+@triton.jit
+def num_items(
+    p_table, LIST: tl.constexpr, ENDS: tl.constexpr, BN: tl.constexpr,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
+):  # fmt: skip
+    """Of a list, every row of which has as many items as its linear has tiles of features."""
+    TILES_0: tl.constexpr = (N0 + BN - 1) // BN
+    TILES_1: tl.constexpr = (N1 + BN - 1) // BN
+    TILES_2: tl.constexpr = (N2 + BN - 1) // BN
+    rows = tl.load(p_table + LIST)
+    if TILES_0 == TILES_1 and TILES_0 == TILES_2:
+        total = rows * TILES_0
+    else:
+        end_0, end_1 = tl.load(p_table + ENDS), tl.load(p_table + ENDS + 1)
+        total = end_0 * TILES_0 + (end_1 - end_0) * TILES_1 + (rows - end_1) * TILES_2
+    return total
+
+
+@triton.jit
+def place_of(
+    p_table, i_item, ENDS: tl.constexpr, BN: tl.constexpr,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
+):  # fmt: skip
+    """The row of an item, and its tile."""
+    TILES_0: tl.constexpr = (N0 + BN - 1) // BN
+    TILES_1: tl.constexpr = (N1 + BN - 1) // BN
+    TILES_2: tl.constexpr = (N2 + BN - 1) // BN
+    if TILES_0 == TILES_1 and TILES_0 == TILES_2:
+        i_row, i_n = i_item // TILES_0, i_item % TILES_0
+    else:
+        end_0, end_1 = tl.load(p_table + ENDS), tl.load(p_table + ENDS + 1)
+        items_0 = end_0 * TILES_0
+        items_1 = items_0 + (end_1 - end_0) * TILES_1
+        i_l = (i_item >= items_0).to(tl.int32) + (i_item >= items_1).to(tl.int32)
+        tiles = pick(i_l, TILES_0, TILES_1, TILES_2, 3)
+        i_own = i_item - pick(i_l, 0, items_0, items_1, 3)
+        i_row, i_n = pick(i_l, 0, end_0, end_1, 3) + i_own // tiles, i_own % tiles
+    return i_row, i_n
 
 
 @triton.jit
@@ -160,20 +218,22 @@ def shrink_kernel(
     LIST: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, W: tl.constexpr,
     NUM: tl.constexpr, SPLITS: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     CLASSES: tl.constexpr, DROPOUT: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr,
-    LOOP: tl.constexpr,
+    LOOP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """S[tokens, columns] = scale * drop(x_l) W_l^T: a block of tokens, a piece of rank rows."""
+    started(EARLY)
     rows = tl.load(p_table + LIST)
     i_item = tl.program_id(0)
     if LOOP:
         for i in tl.range(i_item, rows * SPLITS, tl.num_programs(0), disable_licm=True):
             _shrink_item(p_s, p_partial, p_done, p_x0, p_x1, p_x2, p_w0, p_w1, p_w2, p_rows,
-                         p_table, first_row, i % rows, i // rows, linear_0, linear_1, linear_2, T,
+                         p_table, first_row, i // SPLITS, i % SPLITS,
+                         linear_0, linear_1, linear_2, T,
                          N0, N1, N2, W, NUM, SPLITS, BT, BK,
                          CLASSES, DROPOUT, EVEN, ALIGN)  # fmt: skip
     elif i_item < rows * SPLITS:
         _shrink_item(p_s, p_partial, p_done, p_x0, p_x1, p_x2, p_w0, p_w1, p_w2, p_rows,
-                     p_table, first_row, i_item % rows, i_item // rows, linear_0, linear_1,
+                     p_table, first_row, i_item // SPLITS, i_item % SPLITS, linear_0, linear_1,
                      linear_2, T,
                      N0, N1, N2, W, NUM, SPLITS, BT, BK, CLASSES, DROPOUT, EVEN, ALIGN)  # fmt: skip
 
@@ -307,47 +367,58 @@ def expand_kernel(
     p_y0, p_y1, p_y2, p_bias0, p_bias1, p_bias2, p_s, p_w0, p_w1, p_w2, p_rows, p_table,
     first_row, linear_0, linear_1, linear_2,
     LIST: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, W: tl.constexpr,
-    NUM: tl.constexpr, TILES: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    NUM: tl.constexpr, ENDS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
     CLASSES: tl.constexpr, DROPOUT: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
     ALIGN: tl.constexpr, OUTPUTS: tl.constexpr, MANY: tl.constexpr,
+    EARLY: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
     """Y[tokens, features] (+)= sum over pieces of drop(S W) for a chunk of tokens of a linear."""
-    total = tl.load(p_table + LIST) * TILES
+    started(EARLY and not BESIDE)
+    total = num_items(p_table, LIST, ENDS, BN, N0, N1, N2)
     for i_item in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
-        i_row, i_n = i_item // TILES, i_item % TILES
+        i_row, i_n = place_of(p_table, i_item, ENDS, BN, N0, N1, N2)
         p_row = p_table + (first_row + i_row) * COLUMNS
         i_l = tl.load(p_row + LINEAR)
         n = tl.multiple_of(pick(i_l, N0, N1, N2, OUTPUTS), ALIGN)
-        if i_n * BN < n:
-            p_y = pick(i_l, p_y0, p_y1, p_y2, OUTPUTS)
-            p_w = pick(i_l, p_w0, p_w1, p_w2, OUTPUTS)
-            p_bias = pick(i_l, p_bias0, p_bias1, p_bias2, OUTPUTS)
-            start, count = tl.load(p_row + START).to(tl.int64), tl.load(p_row + COUNT)
-            rank, size = tl.load(p_row + RANK), tl.load(p_row + SIZE)
-            p_piece = p_table + tl.load(p_row + FIRST) * COLUMNS
-            o_n = i_n * BN + tl.arange(0, BN)
-            m_n = o_n < n
-            if size == 0:  # noqa: SIM102 - the other is known when compiled
-                if not ADD or BIAS:
-                    for i_t in range(0, count, BT):
-                        o_t = i_t + tl.arange(0, BT)
-                        b_y = tl.zeros([BT, BN], dtype=tl.float32)
-                        p_tile = p_y + (start + o_t)[:, None] * n + o_n[None, :]
-                        _store_y(p_tile, b_y, p_bias, o_n, m_n, o_t < count, ADD, BIAS)
-            for i in tl.static_range(CLASSES):
-                if (rank > (8 << i if i > 0 else 0)) & (rank <= 16 << i):
-                    if size == 1:
-                        _expand_few(p_y, p_bias, p_s, p_w, p_rows, p_piece, size, start, count, n,
-                                    o_n, m_n, linear_0, linear_1, linear_2,
-                                    W, NUM, 1, BT, BN, 16 << i, DROPOUT, ADD, BIAS)  # fmt: skip
-                    elif MANY:
-                        _expand_many(p_y, p_bias, p_s, p_w, p_rows, p_piece, size, start, count, n,
-                                     o_n, m_n, linear_0, linear_1, linear_2,
-                                     W, NUM, BT, BN, 16 << i, DROPOUT, ADD, BIAS)  # fmt: skip
-                    elif NUM > 1 and OUTPUTS == 1:
-                        _expand_few(p_y, p_bias, p_s, p_w, p_rows, p_piece, size, start, count, n,
-                                    o_n, m_n, linear_0, linear_1, linear_2,
-                                    W, NUM, NUM, BT, BN, 16 << i, DROPOUT, ADD, BIAS)  # fmt: skip
+        p_y = pick(i_l, p_y0, p_y1, p_y2, OUTPUTS)
+        p_w = pick(i_l, p_w0, p_w1, p_w2, OUTPUTS)
+        p_bias = pick(i_l, p_bias0, p_bias1, p_bias2, OUTPUTS)
+        start, count = tl.load(p_row + START).to(tl.int64), tl.load(p_row + COUNT)
+        rank, size = tl.load(p_row + RANK), tl.load(p_row + SIZE)
+        p_piece = p_table + tl.load(p_row + FIRST) * COLUMNS
+        o_n = i_n * BN + tl.arange(0, BN)
+        m_n = o_n < n
+        if size == 0:  # noqa: SIM102 - the other is known when compiled
+            if not ADD or BIAS:
+                for i_t in range(0, count, BT):
+                    o_t = i_t + tl.arange(0, BT)
+                    b_y = tl.zeros([BT, BN], dtype=tl.float32)
+                    p_tile = p_y + (start + o_t)[:, None] * n + o_n[None, :]
+                    _store_y(p_tile, b_y, p_bias, o_n, m_n, o_t < count, ADD, BIAS)
+        for i in tl.static_range(CLASSES):
+            if (rank > (8 << i if i > 0 else 0)) & (rank <= 16 << i):
+                if size == 1:
+                    _expand_few(p_y, p_bias, p_s, p_w, p_rows, p_piece, size, start, count, n,
+                                o_n, m_n, linear_0, linear_1, linear_2,
+                                W, NUM, 1, BT, BN, 16 << i, DROPOUT, ADD, BIAS)  # fmt: skip
+                elif MANY:
+                    _expand_many(p_y, p_bias, p_s, p_w, p_rows, p_piece, size, start, count, n,
+                                 o_n, m_n, linear_0, linear_1, linear_2,
+                                 W, NUM, BT, BN, 16 << i, DROPOUT, ADD, BIAS)  # fmt: skip
+                elif NUM > 1 and OUTPUTS == 1:
+                    _expand_few(p_y, p_bias, p_s, p_w, p_rows, p_piece, size, start, count, n,
+                                o_n, m_n, linear_0, linear_1, linear_2,
+                                W, NUM, NUM, BT, BN, 16 << i, DROPOUT, ADD, BIAS)  # fmt: skip
+    ended(EARLY and BESIDE)
+
+
+COMPILED = isinstance(expand_kernel, triton.JITFunction)
+"""Not interpreted: the interpreter knows no instruction of one kind of device."""
+
+
+def starts_early(device: torch.device) -> bool:
+    """Whether a kernel's programs may come before the kernel in front of it has ended."""
+    return COMPILED and limits(device).capability >= 90
 
 
 def num_programs(most: int, tuning: Tuning, device: torch.device) -> int:
@@ -429,8 +500,9 @@ def shrink(
         layout.num_linears, splits, layout.tiles.shrink_tokens, tuning.features,
         rank_classes(layout.most_rank(name)),
         layout.dropout and stacked, all(n % tuning.features == 0 for n in features),
-        alignment(features), tuning.programs > 0,
-        num_warps=tuning.warps, num_stages=tuning.stages, **tuning.limits,
+        alignment(features), tuning.programs > 0, starts_early(s.device),
+        num_warps=tuning.warps, num_stages=tuning.stages, launch_pdl=starts_early(s.device),
+        **tuning.limits,
     )  # fmt: skip
 
 
@@ -446,8 +518,10 @@ def expand(
     write: bool,
     biases: list[torch.Tensor | None] | None = None,
     tuning: Tuning | None = None,
+    beside: bool = False,
 ) -> None:
-    """y_l = or += the sum of drop(s w_l) over the pieces of the list `name`."""
+    """y_l = or += the sum of drop(s w_l) over the pieces of the list `name`. `beside`: nothing of
+    the kernel launched last is read or overwritten, and that one is of these."""
     layout = blocks.layout
     dropout = layout.dropout and name == "expand_dx"
     tuning = tuning or tuning_of(name, shape_of(layout, s, w[0], dropout), s.device)
@@ -462,12 +536,14 @@ def expand(
     expand_kernel[(num_programs(layout.capacity[name] * tiles, tuning, s.device),)](
         *three(y), *three(biases if has_bias else y), s, *three(w), rows, blocks.table,
         layout.first_row[name], *three(linears),
-        lists.LISTS.index(name), *three(features), s.shape[1], layout.num_linears, tiles,
-        tuning.tokens, tuning.features,
+        lists.LISTS.index(name), *three(features), s.shape[1], layout.num_linears,
+        lists.ENDS.get(name, 0), tuning.tokens, tuning.features,
         rank_classes(layout.most_rank(name)),
         dropout, not write, has_bias,
         alignment(features), len(y), layout.max_rank > layout.tiles.chunk_rank,
-        num_warps=tuning.warps, num_stages=tuning.stages, **tuning.limits,
+        starts_early(s.device), beside,
+        num_warps=tuning.warps, num_stages=tuning.stages, launch_pdl=starts_early(s.device),
+        **tuning.limits,
     )  # fmt: skip
 
 
