@@ -56,8 +56,8 @@ LISTS = (
 
 ENDS = {"expand_y": len(LISTS), "reduce_b": len(LISTS) + 2}
 """Lists whose linears may differ in width: where row 0 says how many rows the first linear has, and
-how many the first two have. Rows of a linear follow each other, so that a kernel can count items
-without those that a narrow linear does not have."""
+how many the first two have. Where they do differ, rows of a linear follow each other, so that a
+kernel can count items without those that a narrow linear does not have."""
 
 GRADIENT_TOKENS = 5
 """As many tokens as a rank row of a gradient costs: 2 bytes a feature, and 2 of B and 8 of it."""
@@ -272,16 +272,22 @@ def _lists(layout: Layout, segments: list[Segment]) -> dict[str, np.ndarray]:
     _number_sums(lists["reduce_a"], lists["reduce_a"][:, W_ROW].astype(np.int64))
     of_linear = lists["reduce_b"][:, LINEAR].astype(np.int64) << 32
     _number_sums(lists["reduce_b"], of_linear + lists["reduce_b"][:, W_ROW])
-    for name in ("shrink_x", "shrink_dy", "expand_y", "expand_dx", "reduce_a", "reduce_b"):
-        lists[name] = _longest_first(lists[name], name)
+    uneven = len(set(layout.out_features)) > 1
+    lists["expand_y"] = _longest_first(lists["expand_y"], rank_tokens=1, by_linear=True)
+    lists["expand_dx"] = _longest_first(lists["expand_dx"], rank_tokens=1)
+    lists["reduce_a"] = _longest_first(lists["reduce_a"], rank_tokens=GRADIENT_TOKENS)
+    # Of equal widths (gate, up), a chunk's linears side by side were 1 to 8 % faster.
+    lists["reduce_b"] = _longest_first(
+        lists["reduce_b"], rank_tokens=GRADIENT_TOKENS, by_linear=uneven
+    )
     return lists
 
 
-def _longest_first(rows: np.ndarray, name: str) -> np.ndarray:
-    """Programs take items in turn: so their shares differ by no more than one item."""
-    per_rank = GRADIENT_TOKENS if name.startswith("reduce") else 1
-    cost = rows[:, COUNT] + per_rank * rows[:, RANK]
-    linears = rows[:, LINEAR] if name in ENDS else np.zeros_like(cost)
+def _longest_first(rows: np.ndarray, *, rank_tokens: int, by_linear: bool = False) -> np.ndarray:
+    """Programs take items in turn: so their shares differ by no more than one item of a linear, or
+    of all. A rank row costs as much as `rank_tokens` tokens."""
+    cost = rows[:, COUNT] + rank_tokens * rows[:, RANK]
+    linears = rows[:, LINEAR] if by_linear else np.zeros_like(cost)
     return rows[np.lexsort((-cost, linears))]
 
 

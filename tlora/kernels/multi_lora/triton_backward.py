@@ -20,7 +20,6 @@ from tlora.kernels.multi_lora.settings import Tuning
 from tlora.kernels.multi_lora.triton_forward import (
     COL,
     COLUMNS,
-    COMPILED,
     COUNT,
     FIRST,
     KEEP,
@@ -42,8 +41,6 @@ from tlora.kernels.multi_lora.triton_forward import (
     rank_classes,
     shape_of,
     shrink,
-    started,
-    starts_early,
     three,
     uint_bits,
 )
@@ -55,51 +52,6 @@ ZERO = tl.constexpr(lists.ZERO)
 
 SUM_PARTS = 8
 """Parts that are on their way at once."""
-
-
-@triton.jit
-def _fetch(p_tile, mask):
-    """Ask for the 128 bytes at each of these places to come to the L2 cache; nobody waits."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [p_tile.to(tl.int64), mask.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _fetch_rows(p_rows, count, n, ROWS: tl.constexpr, SIZE_N: tl.constexpr):
-    """The first `count` of ROWS rows, SIZE_N features of each, to the L2 cache."""
-    LINE: tl.constexpr = 1024 // p_rows.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = (SIZE_N + LINE - 1) // LINE
-    o_rows = tl.arange(0, ROWS)
-    o_lines = tl.arange(0, LINES) * LINE
-    m_rows = (o_rows < count)[:, None] & (o_lines >= 0)[None, :]
-    _fetch(p_rows + (o_rows[:, None] * n + o_lines[None, :]), m_rows)
-
-
-@triton.jit
-def _fetch_next(
-    p_q0, p_q1, p_q2, p_w0, p_w1, p_w2, p_table, first_row, i_item, total,
-    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, NUM: tl.constexpr, ENDS: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr, FUSED: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    """What the program will wait for when it begins its next item: the first tokens, and B."""
-    if i_item < total:
-        i_row, i_n = place_of(p_table, i_item, ENDS, BN, N0, N1, N2)
-        p_row = p_table + (first_row + i_row) * COLUMNS
-        i_l = tl.load(p_row + LINEAR)
-        n = pick(i_l, N0, N1, N2, NUM)
-        start, count = tl.load(p_row + START).to(tl.int64), tl.load(p_row + COUNT)
-        p_q = pick(i_l, p_q0, p_q1, p_q2, NUM) + start * n + i_n * BN
-        _fetch_rows(p_q, count, n, AHEAD * BT, BN)
-        if FUSED:
-            w_row = tl.load(p_row + W_ROW).to(tl.int64)
-            p_w = pick(i_l, p_w0, p_w1, p_w2, NUM) + w_row * n + i_n * BN
-            _fetch_rows(p_w, tl.load(p_row + RANK), n, BR, BN)
 
 
 @triton.jit
@@ -170,11 +122,8 @@ def _add_gradient(
 @triton.jit
 def _reduce_piece(
     p_g, p_sums, p_done, p_p, p_q, p_w, p_part, p_rows, p_row, rank, n, i_n, linear,
-    p_q0, p_q1, p_q2, p_w0, p_w1, p_w2, p_table, first_row, i_next, total,
-    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, NUM: tl.constexpr, ENDS: tl.constexpr,
     MAX_N: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
-    MOST: tl.constexpr, DROPOUT: tl.constexpr, FUSED: tl.constexpr, EVEN: tl.constexpr,
-    TURNED: tl.constexpr, AHEAD: tl.constexpr,
+    DROPOUT: tl.constexpr, FUSED: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     start, count = tl.load(p_row + START).to(tl.int64), tl.load(p_row + COUNT)
     w_row = tl.load(p_row + W_ROW).to(tl.int64)
@@ -197,11 +146,6 @@ def _reduce_piece(
     b_w = o_r
     if FUSED:
         b_w = tl.load(p_w + o_g, mask=m_g, other=0.0).to(p_q.dtype.element_ty)  # [BR, BN]
-    if AHEAD > 0:
-        # While B is on its way.
-        _fetch_rows(p_g + i_n * BN, tl.where(tl.load(p_row + ZERO) == 0, rank, 0), n, BR, BN)
-        _fetch_next(p_q0, p_q1, p_q2, p_w0, p_w1, p_w2, p_table, first_row, i_next, total,
-                    N0, N1, N2, NUM, ENDS, BT, BN, MOST, FUSED, AHEAD)  # fmt: skip
     if DROPOUT:
         if threshold == 0:
             b_g = _reduce_loop(p_p, p_q, p_rows, p_part, b_w, o_r, m_r, o_n, m_n, start, count, n,
@@ -222,12 +166,11 @@ def _reduce_piece(
 @triton.jit
 def _reduce_item(
     p_g0, p_g1, p_g2, p_sums, p_done, p_p, p_q0, p_q1, p_q2, p_w0, p_w1, p_w2, p_part, p_rows,
-    p_table, first_row, i_item, total, linear_0, linear_1, linear_2, part_stride,
+    p_table, first_row, i_item, linear_0, linear_1, linear_2, part_stride,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, MAX_N: tl.constexpr,
     W: tl.constexpr, NUM: tl.constexpr, TILES: tl.constexpr, ENDS: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, CLASSES: tl.constexpr, DROPOUT: tl.constexpr,
     FUSED: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, TURNED: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):  # fmt: skip
     i_row, i_n = place_of(p_table, i_item, ENDS, BN, N0, N1, N2)
     p_row = p_table + (first_row + i_row) * COLUMNS
@@ -244,10 +187,8 @@ def _reduce_item(
     for i in tl.static_range(CLASSES):
         if (rank > (8 << i if i > 0 else 0)) & (rank <= 16 << i):
             _reduce_piece(p_g, p_sums, p_done, p_p, p_q, p_w, p_part, p_rows, p_row, rank, n,
-                          i_n, linear, p_q0, p_q1, p_q2, p_w0, p_w1, p_w2,
-                          p_table, first_row, i_item + tl.num_programs(0), total,
-                          N0, N1, N2, NUM, ENDS, MAX_N, W, BT, BN, 16 << i, 8 << CLASSES,
-                          DROPOUT, FUSED, EVEN, (16 << i) < TURNED, AHEAD)  # fmt: skip
+                          i_n, linear, MAX_N, W, BT, BN, 16 << i,
+                          DROPOUT, FUSED, EVEN, (16 << i) < TURNED)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_row", "linear_0", "linear_1", "linear_2", "part_stride"])
@@ -258,25 +199,24 @@ def reduce_kernel(
     W: tl.constexpr, NUM: tl.constexpr, TILES: tl.constexpr, ENDS: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, CLASSES: tl.constexpr, DROPOUT: tl.constexpr,
     FUSED: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, TURNED: tl.constexpr,
-    AHEAD: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
+    LOOP: tl.constexpr,
 ):  # fmt: skip
     """grad[rank rows, features] += P^T drop(Q) over a chunk of a job: S and dY, or dS and X."""
-    started(EARLY)
     total = num_items(p_table, LIST, ENDS, BN, N0, N1, N2)
     i_item = tl.program_id(0)
     if LOOP:
         for i in tl.range(i_item, total, tl.num_programs(0), disable_licm=True):
             _reduce_item(p_g0, p_g1, p_g2, p_sums, p_done, p_p, p_q0, p_q1, p_q2,
-                         p_w0, p_w1, p_w2, p_part, p_rows, p_table, first_row, i, total,
+                         p_w0, p_w1, p_w2, p_part, p_rows, p_table, first_row, i,
                          linear_0, linear_1, linear_2, part_stride,
                          N0, N1, N2, MAX_N, W, NUM, TILES, ENDS, BT, BN,
-                         CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED, AHEAD)  # fmt: skip
+                         CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED)  # fmt: skip
     elif i_item < total:
         _reduce_item(p_g0, p_g1, p_g2, p_sums, p_done, p_p, p_q0, p_q1, p_q2,
-                     p_w0, p_w1, p_w2, p_part, p_rows, p_table, first_row, i_item, total,
+                     p_w0, p_w1, p_w2, p_part, p_rows, p_table, first_row, i_item,
                      linear_0, linear_1, linear_2, part_stride,
                      N0, N1, N2, MAX_N, W, NUM, TILES, ENDS, BT, BN,
-                     CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED, 0)  # fmt: skip
+                     CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED)  # fmt: skip
 
 
 @triton.jit
@@ -313,10 +253,9 @@ def sum_kernel(
     p_s, p_part, p_table, first_row, part_stride,
     LIST: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, W: tl.constexpr,
     NUM: tl.constexpr, BLOCKS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    PARTS: tl.constexpr, CLASSES: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr,
+    PARTS: tl.constexpr, CLASSES: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
     """dS[tokens, columns] = scale * the sum of its parts over tiles of features, in order."""
-    started(EARLY)
     total = tl.load(p_table + LIST) * BLOCKS
     i_item = tl.program_id(0)
     if LOOP:
@@ -360,10 +299,8 @@ def reduce(
         lists.ENDS.get(name, 0), tuning.tokens, tuning.features,
         rank_classes(layout.most_rank(name)),
         dropout, fused, all(size % tuning.features == 0 for size in features),
-        alignment(features), tuning.turned, tuning.ahead if COMPILED else 0,
-        tuning.programs > 0, starts_early(p.device),
-        num_warps=tuning.warps, num_stages=tuning.stages, launch_pdl=starts_early(p.device),
-        **tuning.limits,
+        alignment(features), tuning.turned, tuning.programs > 0,
+        num_warps=tuning.warps, num_stages=tuning.stages, **tuning.limits,
     )  # fmt: skip
 
 
@@ -409,8 +346,8 @@ def sum_parts(
         ds, part, blocks.table, layout.first_row["shrink_dy"], part[0].numel(),
         lists.LISTS.index("shrink_dy"), *three(features), ds.shape[1], layout.num_linears, per_row,
         tuning.tokens, tile, SUM_PARTS,
-        rank_classes(layout.most_rank("shrink_dy")), tuning.programs > 0, starts_early(ds.device),
-        num_warps=tuning.warps, launch_pdl=starts_early(ds.device), **tuning.limits,
+        rank_classes(layout.most_rank("shrink_dy")), tuning.programs > 0,
+        num_warps=tuning.warps, **tuning.limits,
     )  # fmt: skip
 
 
@@ -443,5 +380,4 @@ def add_backward(
         reduce(grad_b, s, dy, blocks, rows, linears, name="reduce_b")
     reduce([grad_a] * n, ds, [x] * n, blocks, rows, linears, name="reduce_a")
     if dx is not None:
-        common = (blocks, rows, linears)
-        expand([dx], ds, [a], *common, name="expand_dx", write=write, beside=True)
+        expand([dx], ds, [a], blocks, rows, linears, name="expand_dx", write=write)

@@ -12,11 +12,10 @@ rank rows.
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tlora.kernels.multi_lora import blocks as lists
 from tlora.kernels.multi_lora.blocks import Blocks
-from tlora.kernels.multi_lora.devices import limits, tuning_of
+from tlora.kernels.multi_lora.devices import tuning_of
 from tlora.kernels.multi_lora.settings import Shape, Tuning
 from tlora.kernels.multi_lora.triton_streams import feature_hash, kept, linear_key, row_hash
 
@@ -33,23 +32,6 @@ SCALE = tl.constexpr(lists.SCALE)
 KEEP = tl.constexpr(lists.KEEP)
 FIRST = tl.constexpr(lists.FIRST)
 SIZE = tl.constexpr(lists.SIZE)
-
-
-@triton.jit
-def started(EARLY: tl.constexpr):
-    """A program that was started while the kernel in front was still running waits for it here;
-    then the next kernel's may come and wait in their turn."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
-
-
-@triton.jit
-def ended(EARLY: tl.constexpr):
-    """Instead of `started`, where nothing of the kernel in front is needed: it began when the one
-    before it had ended, and must not end after this one."""
-    if EARLY:
-        gdc_wait()
 
 
 @triton.jit
@@ -218,22 +200,20 @@ def shrink_kernel(
     LIST: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, W: tl.constexpr,
     NUM: tl.constexpr, SPLITS: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
     CLASSES: tl.constexpr, DROPOUT: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr,
-    LOOP: tl.constexpr, EARLY: tl.constexpr,
+    LOOP: tl.constexpr,
 ):  # fmt: skip
     """S[tokens, columns] = scale * drop(x_l) W_l^T: a block of tokens, a piece of rank rows."""
-    started(EARLY)
     rows = tl.load(p_table + LIST)
     i_item = tl.program_id(0)
     if LOOP:
         for i in tl.range(i_item, rows * SPLITS, tl.num_programs(0), disable_licm=True):
             _shrink_item(p_s, p_partial, p_done, p_x0, p_x1, p_x2, p_w0, p_w1, p_w2, p_rows,
-                         p_table, first_row, i // SPLITS, i % SPLITS,
-                         linear_0, linear_1, linear_2, T,
+                         p_table, first_row, i % rows, i // rows, linear_0, linear_1, linear_2, T,
                          N0, N1, N2, W, NUM, SPLITS, BT, BK,
                          CLASSES, DROPOUT, EVEN, ALIGN)  # fmt: skip
     elif i_item < rows * SPLITS:
         _shrink_item(p_s, p_partial, p_done, p_x0, p_x1, p_x2, p_w0, p_w1, p_w2, p_rows,
-                     p_table, first_row, i_item // SPLITS, i_item % SPLITS, linear_0, linear_1,
+                     p_table, first_row, i_item % rows, i_item // rows, linear_0, linear_1,
                      linear_2, T,
                      N0, N1, N2, W, NUM, SPLITS, BT, BK, CLASSES, DROPOUT, EVEN, ALIGN)  # fmt: skip
 
@@ -370,10 +350,8 @@ def expand_kernel(
     NUM: tl.constexpr, ENDS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
     CLASSES: tl.constexpr, DROPOUT: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
     ALIGN: tl.constexpr, OUTPUTS: tl.constexpr, MANY: tl.constexpr,
-    EARLY: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
     """Y[tokens, features] (+)= sum over pieces of drop(S W) for a chunk of tokens of a linear."""
-    started(EARLY and not BESIDE)
     total = num_items(p_table, LIST, ENDS, BN, N0, N1, N2)
     for i_item in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
         i_row, i_n = place_of(p_table, i_item, ENDS, BN, N0, N1, N2)
@@ -409,16 +387,6 @@ def expand_kernel(
                     _expand_few(p_y, p_bias, p_s, p_w, p_rows, p_piece, size, start, count, n,
                                 o_n, m_n, linear_0, linear_1, linear_2,
                                 W, NUM, NUM, BT, BN, 16 << i, DROPOUT, ADD, BIAS)  # fmt: skip
-    ended(EARLY and BESIDE)
-
-
-COMPILED = isinstance(expand_kernel, triton.JITFunction)
-"""Not interpreted: the interpreter knows no instruction of one kind of device."""
-
-
-def starts_early(device: torch.device) -> bool:
-    """Whether a kernel's programs may come before the kernel in front of it has ended."""
-    return COMPILED and limits(device).capability >= 90
 
 
 def num_programs(most: int, tuning: Tuning, device: torch.device) -> int:
@@ -500,9 +468,8 @@ def shrink(
         layout.num_linears, splits, layout.tiles.shrink_tokens, tuning.features,
         rank_classes(layout.most_rank(name)),
         layout.dropout and stacked, all(n % tuning.features == 0 for n in features),
-        alignment(features), tuning.programs > 0, starts_early(s.device),
-        num_warps=tuning.warps, num_stages=tuning.stages, launch_pdl=starts_early(s.device),
-        **tuning.limits,
+        alignment(features), tuning.programs > 0,
+        num_warps=tuning.warps, num_stages=tuning.stages, **tuning.limits,
     )  # fmt: skip
 
 
@@ -518,10 +485,8 @@ def expand(
     write: bool,
     biases: list[torch.Tensor | None] | None = None,
     tuning: Tuning | None = None,
-    beside: bool = False,
 ) -> None:
-    """y_l = or += the sum of drop(s w_l) over the pieces of the list `name`. `beside`: nothing of
-    the kernel launched last is read or overwritten, and that one is of these."""
+    """y_l = or += the sum of drop(s w_l) over the pieces of the list `name`."""
     layout = blocks.layout
     dropout = layout.dropout and name == "expand_dx"
     tuning = tuning or tuning_of(name, shape_of(layout, s, w[0], dropout), s.device)
@@ -541,9 +506,7 @@ def expand(
         rank_classes(layout.most_rank(name)),
         dropout, not write, has_bias,
         alignment(features), len(y), layout.max_rank > layout.tiles.chunk_rank,
-        starts_early(s.device), beside,
-        num_warps=tuning.warps, num_stages=tuning.stages, launch_pdl=starts_early(s.device),
-        **tuning.limits,
+        num_warps=tuning.warps, num_stages=tuning.stages, **tuning.limits,
     )  # fmt: skip
 
 
