@@ -65,6 +65,32 @@ def test_a_nano_batch_that_breaks_off_changes_nothing(where: str) -> None:
         assert job.failure is None and as_alone(engine, job, make)
 
 
+def test_gradients_are_said_to_be_zero_where_they_are_and_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kernels do not read them then. Batches of one nano-batch and of several, and one that breaks
+    off when a part of its gradients is there."""
+    engine = tiny_engine(budget_tokens=32)
+    entered = engine.super_model.routed
+    said: list[bool] = []
+
+    def watched(batch, *, train):
+        for segment in batch.segments if train else []:
+            grads = [rows.grad for rows in engine.super_model.views(segment.job).values()]
+            assert segment.zero_grad == (not any(grad.any() for grad in grads))
+            said.append(segment.zero_grad)
+        return entered(batch, train=train)
+
+    monkeypatch.setattr(engine.super_model, "routed", watched)
+    jobs = [make() for make in two_jobs()]
+    for job in jobs:
+        job.attach(engine)
+    with breaking(engine, broken, once(at=3), "backward"):
+        outcomes = list(drive(engine, jobs))
+    assert any(outcome.error for outcome in outcomes)
+    assert True in said and False in said
+
+
 def test_a_job_that_cannot_run_alone_is_the_one_that_fails() -> None:
     """A row that always breaks, last in a batch of many nano-batches, fails its job after a trial
     by itself; the neighbours, whose batches are as long, end as alone."""

@@ -24,6 +24,9 @@ class Share:
     key: int = 0
     """The dropout key of the job's step (kernels/streams.py)."""
 
+    zero_grad: bool = False
+    """Nothing was added to its gradients since they were cleared: kernels need not read them."""
+
 
 @dataclass(frozen=True, slots=True)
 class PackedSegment:
@@ -39,6 +42,8 @@ class PackedSegment:
 
     sequence_targets: list[int]
     """Per sequence: how many of its tokens carry loss."""
+
+    zero_grad: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +124,7 @@ def pack(shares: list[Share], num_rows: int, device: torch.device | str = "cpu")
                 targets=slice(first_target, num_targets),
                 sequence_stops=stops,
                 sequence_targets=counts,
+                zero_grad=share.zero_grad,
             )
         )
 

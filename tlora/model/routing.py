@@ -182,6 +182,7 @@ class Routing:
                 scale=scaling.scale,
                 threshold=scaling.threshold if train else 0,
                 key=segment.key,
+                zero_grad=segment.zero_grad and train,
             )
             start = stop
 

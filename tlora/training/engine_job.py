@@ -203,6 +203,7 @@ class EngineJob:
             row_offsets=row_offsets,
             loss_scales=[each.loss_scale for each in fed for _ in each.unit.sequences],
             key=step_key(self.seed, self.step),
+            zero_grad=passage.batch.nano_batches == 0,
         )
 
     def replay(self) -> None:

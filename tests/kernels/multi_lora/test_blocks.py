@@ -124,8 +124,10 @@ def test_lists_of_all_segments_at_once_are_those_of_each():
     for name, way in ways.items():
         expected = [row for each in segments for row in plain_rows(each, *way)]
         if name.startswith("reduce"):
-            expected.sort(key=lambda row: -row[blocks.COUNT])
+            expected.sort(key=lambda row: -(row[blocks.COUNT] + 5 * row[blocks.RANK]))
             found[name][:, own] = 0
+        if name == "reduce_b":
+            expected.sort(key=lambda row: row[blocks.LINEAR])
         assert found[name].tolist() == expected
         other = replace(segments[0], key=1)
         broken = [row for each in [other, *segments[1:]] for row in plain_rows(each, *way)]
@@ -135,6 +137,59 @@ def test_lists_of_all_segments_at_once_are_those_of_each():
         for row in rows:
             row[blocks.START] = row[blocks.COUNT] = 0
         assert found[name].tolist() == rows
+
+
+def test_rows_of_a_linear_follow_each_other_and_are_counted():
+    """So that kernels need no item for tiles that a narrow linear does not have."""
+    table = build_table(LAYOUT, [segment(3, 60), segment(60, 61, 20, (5, 0))])
+    for name, column in blocks.ENDS.items():
+        linears = rows(table, name)[:, blocks.LINEAR].tolist()
+        assert linears == sorted(linears)
+        first, both = table[0, column : column + 2].tolist()
+        assert (first, both) == (linears.count(0), len(linears))
+        assert 0 < first < both
+
+
+def test_linears_of_equal_width_share_the_order_of_the_gradient_of_b():
+    """A chunk's rows follow each other: so it was faster, and no kernel has to count them."""
+    layout = replace(LAYOUT, out_features=(64, 64))
+    table = build_table(layout, [segment(0, 20), segment(20, 50, 20)])
+    found = rows(table, "reduce_b")[:, [blocks.COUNT, blocks.LINEAR]].tolist()
+    assert found == [[30, 0], [30, 1], [20, 0], [20, 1]]
+
+
+def test_programs_that_take_turns_get_equal_shares():
+    """Up to the longest item, whatever the order of short and long jobs."""
+    lengths, ranks = [1, 30, 2, 31, 3, 32], [(40, 40), (1, 1)] * 3
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    segments = [
+        segment(start, start + length, 80 * i, rank)
+        for i, (start, length, rank) in enumerate(zip(starts, lengths, ranks, strict=True))
+    ]
+    layout = replace(LAYOUT, max_segments=6, out_features=(64, 64))
+    table = build_table(layout, segments)
+    first, count = layout.first_row["reduce_b"], int(table[0, blocks.LISTS.index("reduce_b")])
+    own = table[first : first + count]
+    costs = own[:, blocks.COUNT] + 5 * own[:, blocks.RANK]
+    shares = [int(costs[i::3].sum()) for i in range(3)]
+    assert max(shares) - min(shares) <= int(costs.max())
+    assert costs.tolist() == sorted(costs.tolist(), reverse=True)
+
+
+@pytest.mark.parametrize(("length", "counts"), [(33, [33]), (47, [47]), (48, [24, 24]), (5, [5])])
+def test_expanded_blocks_of_a_segment_are_even(length, counts):
+    """About 32 tokens each; no rest of one."""
+    table = build_table(LAYOUT, [segment(0, length)])
+    of_segment = [r for r in rows(table, "expand_dx").tolist() if r[blocks.SIZE]]
+    assert [row[blocks.COUNT] for row in of_segment] == counts
+
+
+def test_gradients_known_to_be_zero_are_marked():
+    zero, other = replace(segment(0, 40), zero_grad=True), segment(40, 60, 20)
+    table = build_table(LAYOUT, [zero, other])
+    for name in ("reduce_a", "reduce_b"):
+        marks = {(r[blocks.W_ROW] < 20, r[blocks.ZERO]) for r in rows(table, name).tolist()}
+        assert marks == {(True, 1), (False, 0)}
 
 
 @pytest.mark.parametrize(

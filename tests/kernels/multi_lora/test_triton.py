@@ -170,9 +170,11 @@ SETTINGS = {
 }
 
 
-def gradients(problem, tuning, *, sum_tokens=16, programs=1):
-    """dB, dS over NaN, dA, from S of the reference's x and A; and whether counters are zero."""
-    grad_a, grad_b = torch.zeros_like(problem.a), [torch.zeros_like(b) for b in problem.b]
+def gradients(problem, tuning, *, sum_tokens=16, programs=1, before=None):
+    """dB, dS over NaN, dA, from S of the reference's x and A; and whether counters are zero. Added
+    to `before`, or to zeros."""
+    pools = (problem.a, *problem.b)
+    grad_a, *grad_b = [t.clone() for t in before or map(torch.zeros_like, pools)]
     arguments = (problem.blocks, problem.rows, LINEARS)
     s = torch.zeros(problem.num_tokens, problem.layout.s_width, device=DEVICE, dtype=problem.dtype)
     triton_forward.shrink(s, [problem.x] * 3, [problem.a] * 3, *arguments, name="shrink_x")
@@ -215,6 +217,33 @@ def test_which_program_takes_an_item_changes_no_bit():
     other = Problem(segments, torch.float32, tiles=replace(SMALL, chunk_tokens=24))
     third = gradients(other, many)
     assert not all(torch.equal(u, v) for u, v in zip(first, third, strict=True))
+
+
+@runs_kernels
+def test_a_gradient_known_to_be_zero_is_written_and_not_read():
+    """NaN lies where the zeros would: the same bits, with partial sums and without. A neighbour's
+    gradient is added to as ever, and without the mark the NaN would stay."""
+    tuning = triton_forward.Tuning(tokens=16, features=32, programs=1)
+    segments = [segment(0, 14, 3, (16, 16, 16), 0), segment(20, 50, 60, (5, 7, 9), 30)]
+    usual = gradients(Problem(segments, torch.float32), tuning)
+    one, other = segments
+    for marked in (one, other):
+        both = [replace(each, zero_grad=each is marked) for each in segments]
+        nan = [torch.where(right == 0, 0.0, torch.nan) for right in usual]
+        for grad, rows in zip(nan, rows_of(other if marked is one else one), strict=True):
+            grad[rows] = 0.0
+        found = gradients(Problem(both, torch.float32), tuning, before=nan)
+        assert all(torch.equal(u, v) for u, v in zip(found, usual, strict=True))
+        unmarked = gradients(Problem(segments, torch.float32), tuning, before=nan)
+        assert all(grad.isnan().any() for grad in unmarked)
+
+
+def rows_of(each):
+    """Of a job in A, and in the B of each linear."""
+    return [
+        slice(each.a_row, each.a_row + each.width),
+        *(slice(row, row + rank) for row, rank in zip(each.b_rows, each.ranks, strict=True)),
+    ]
 
 
 @runs_kernels

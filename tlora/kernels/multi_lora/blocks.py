@@ -40,7 +40,8 @@ _NO_ROWS = np.zeros((0, COLUMNS), dtype=np.int32)
     SIZE,  # `expand`: number of pieces; `reduce`: number of partial sums (1: none needed)
     INDEX,  # `reduce`: place of this row among them
     GROUP,  # `reduce`: which job and piece, for the counter of finished partial sums
-) = range(14)
+    ZERO,  # `reduce`: 1 if the gradient is known to be zero and need not be read
+) = range(15)
 
 LISTS = (
     "shrink_x",  # blocks of S = drop(X) A^T
@@ -52,6 +53,14 @@ LISTS = (
     "reduce_a",  # chunks of dA = dS^T drop(X)
     "reduce_b",  # chunks of dB = S^T dY
 )
+
+ENDS = {"expand_y": len(LISTS), "reduce_b": len(LISTS) + 2}
+"""Lists whose linears may differ in width: where row 0 says how many rows the first linear has, and
+how many the first two have. Where they do differ, rows of a linear follow each other, so that a
+kernel can count items without those that a narrow linear does not have."""
+
+GRADIENT_TOKENS = 5
+"""As many tokens as a rank row of a gradient costs: 2 bytes a feature, and 2 of B and 8 of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +210,9 @@ def build_table(layout: Layout, segments: list[Segment]) -> torch.Tensor:
         table[0, i] = len(rows)
         first = layout.first_row[name]
         table[first : first + len(rows)] = rows
+        if name in ENDS:
+            rows_of = np.bincount(rows[:, LINEAR], minlength=2)
+            table[0, ENDS[name] : ENDS[name] + 2] = np.cumsum(rows_of)[:2]
     return torch.from_numpy(table)
 
 
@@ -260,10 +272,23 @@ def _lists(layout: Layout, segments: list[Segment]) -> dict[str, np.ndarray]:
     _number_sums(lists["reduce_a"], lists["reduce_a"][:, W_ROW].astype(np.int64))
     of_linear = lists["reduce_b"][:, LINEAR].astype(np.int64) << 32
     _number_sums(lists["reduce_b"], of_linear + lists["reduce_b"][:, W_ROW])
-    for name in ("expand_y", "expand_dx", "reduce_a", "reduce_b"):
-        # Long ones first: a shorter tail.
-        lists[name] = lists[name][np.argsort(-lists[name][:, COUNT], kind="stable")]
+    uneven = len(set(layout.out_features)) > 1
+    lists["expand_y"] = _longest_first(lists["expand_y"], rank_tokens=1, by_linear=True)
+    lists["expand_dx"] = _longest_first(lists["expand_dx"], rank_tokens=1)
+    lists["reduce_a"] = _longest_first(lists["reduce_a"], rank_tokens=GRADIENT_TOKENS)
+    # Of equal widths (gate, up), a chunk's linears side by side were 1 to 8 % faster.
+    lists["reduce_b"] = _longest_first(
+        lists["reduce_b"], rank_tokens=GRADIENT_TOKENS, by_linear=uneven
+    )
     return lists
+
+
+def _longest_first(rows: np.ndarray, *, rank_tokens: int, by_linear: bool = False) -> np.ndarray:
+    """Programs take items in turn: so their shares differ by no more than one item of a linear, or
+    of all. A rank row costs as much as `rank_tokens` tokens."""
+    cost = rows[:, COUNT] + rank_tokens * rows[:, RANK]
+    linears = rows[:, LINEAR] if by_linear else np.zeros_like(cost)
+    return rows[np.lexsort((-cost, linears))]
 
 
 def _expands(
@@ -280,7 +305,7 @@ def _expands(
     rows[:, SIZE] = sizes
     repeated = _Spans(*(np.repeat(edges, each) for edges in spans))
     one = np.ones(count, dtype=np.int64)
-    return _blocks(repeated, _Pieces(rows, one), layout.tiles.expand_tokens)
+    return _even_blocks(repeated, _Pieces(rows, one), layout.tiles.expand_tokens)
 
 
 def _number_sums(rows: np.ndarray, pieces: np.ndarray) -> None:
@@ -312,6 +337,7 @@ def _pieces(segments: list[Segment], cap: int, side: str) -> _Pieces:
     rows = np.concatenate([_NO_ROWS, *found])
     keys = np.array([_signed(each.key) for each in segments], dtype=np.int32)
     rows[:, KEY] = np.repeat(keys, counts)
+    rows[:, ZERO] = np.repeat(np.array([each.zero_grad for each in segments], np.int32), counts)
     return _Pieces(rows, counts)
 
 
@@ -348,8 +374,18 @@ def _pieces_of(
     return np.array(rows, dtype=np.int32).reshape(-1, COLUMNS)
 
 
-def _blocks(spans: _Spans, pieces: _Pieces, tokens: int) -> np.ndarray:
-    """Every piece for every block of tokens, counted from the segment's own start."""
+def _even_blocks(spans: _Spans, pieces: _Pieces, tokens: int) -> np.ndarray:
+    """The same in blocks of about so many tokens and of even length: no rest of a few tokens loads
+    a tile of the pool for itself. For kernels whose rows of tokens do not meet."""
+    lengths = spans.stops - spans.starts
+    number = np.maximum(1, (lengths + tokens // 2) // tokens)
+    return _blocks(spans, pieces, -(-lengths // number))
+
+
+def _blocks(spans: _Spans, pieces: _Pieces, tokens: int | np.ndarray) -> np.ndarray:
+    """Every piece for every block of tokens, counted from the segment's own start. `tokens`: of
+    every segment, or of each."""
+    tokens = np.broadcast_to(np.maximum(1, tokens), spans.starts.shape)
     blocks = -(-(spans.stops - spans.starts) // tokens)
     sizes = blocks * pieces.counts
     owner = np.repeat(np.arange(len(sizes)), sizes)
@@ -357,9 +393,9 @@ def _blocks(spans: _Spans, pieces: _Pieces, tokens: int) -> np.ndarray:
     place = np.arange(len(owner)) - (np.cumsum(sizes) - sizes)[owner]
     block, piece = np.divmod(place, pieces.counts[owner])
     rows = pieces.rows[(np.cumsum(pieces.counts) - pieces.counts)[owner] + piece]
-    starts = spans.starts[owner] + block * tokens
+    starts = spans.starts[owner] + block * tokens[owner]
     rows[:, START] = starts
-    rows[:, COUNT] = np.minimum(tokens, spans.stops[owner] - starts)
+    rows[:, COUNT] = np.minimum(tokens[owner], spans.stops[owner] - starts)
     return rows
 
 

@@ -35,6 +35,9 @@ class Segment:
     scale: float
     threshold: int = 0
     key: int = 0
+    zero_grad: bool = False
+    """Whether its gradients are known to be zero before this nano-batch: kernels may skip reading
+    them. Not in a table, whose kernels read them anyway."""
 
     @property
     def width(self) -> int:

@@ -34,8 +34,10 @@ from tlora.kernels.multi_lora.triton_forward import (
     alignment,
     expand,
     float_bits,
+    num_items,
     num_programs,
     pick,
+    place_of,
     rank_classes,
     shape_of,
     shrink,
@@ -46,6 +48,7 @@ from tlora.kernels.multi_lora.triton_streams import feature_hash, kept, linear_k
 
 INDEX = tl.constexpr(lists.INDEX)
 GROUP = tl.constexpr(lists.GROUP)
+ZERO = tl.constexpr(lists.ZERO)
 
 SUM_PARTS = 8
 """Parts that are on their way at once."""
@@ -95,8 +98,10 @@ def _add_gradient(
 ):  # fmt: skip
     """The pool's gradient += b_g, or the sum of the job's partial sums if there are several."""
     size = tl.load(p_row + SIZE)
+    # A gradient that is known to be zero is not read.
+    m_old = m_g & (tl.load(p_row + ZERO) == 0)
     if size == 1:
-        tl.store(p_g + o_g, tl.load(p_g + o_g, mask=m_g, other=0.0) + b_g, mask=m_g)
+        tl.store(p_g + o_g, tl.load(p_g + o_g, mask=m_old, other=0.0) + b_g, mask=m_g)
     else:
         first, index = tl.load(p_row + FIRST).to(tl.int64), tl.load(p_row + INDEX)
         o_sum = o_r[:, None] * MAX_N + o_n[None, :]
@@ -106,7 +111,7 @@ def _add_gradient(
         tl.debug_barrier()
         # The last to finish adds all in their order: the bits do not depend on who is last.
         if tl.atomic_add(p_done, 1, sem="acq_rel") == size - 1:
-            b_g = tl.load(p_g + o_g, mask=m_g, other=0.0)
+            b_g = tl.load(p_g + o_g, mask=m_old, other=0.0)
             for i in range(size):
                 p_i = p_sums + i * stride
                 b_g += tl.load(p_i + o_sum, mask=m_g, other=0.0, cache_modifier=".cg")
@@ -163,28 +168,27 @@ def _reduce_item(
     p_g0, p_g1, p_g2, p_sums, p_done, p_p, p_q0, p_q1, p_q2, p_w0, p_w1, p_w2, p_part, p_rows,
     p_table, first_row, i_item, linear_0, linear_1, linear_2, part_stride,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, MAX_N: tl.constexpr,
-    W: tl.constexpr, NUM: tl.constexpr, TILES: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    CLASSES: tl.constexpr, DROPOUT: tl.constexpr, FUSED: tl.constexpr, EVEN: tl.constexpr,
-    ALIGN: tl.constexpr, TURNED: tl.constexpr,
+    W: tl.constexpr, NUM: tl.constexpr, TILES: tl.constexpr, ENDS: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, CLASSES: tl.constexpr, DROPOUT: tl.constexpr,
+    FUSED: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    i_row, i_n = i_item // TILES, i_item % TILES
+    i_row, i_n = place_of(p_table, i_item, ENDS, BN, N0, N1, N2)
     p_row = p_table + (first_row + i_row) * COLUMNS
     i_l = tl.load(p_row + LINEAR)
     n = tl.multiple_of(pick(i_l, N0, N1, N2, NUM), ALIGN)
-    if i_n * BN < n:
-        rank = tl.load(p_row + RANK)
-        p_g = pick(i_l, p_g0, p_g1, p_g2, NUM)
-        p_q = pick(i_l, p_q0, p_q1, p_q2, NUM)
-        p_w = pick(i_l, p_w0, p_w1, p_w2, NUM)
-        linear = pick(i_l, linear_0, linear_1, linear_2, NUM)
-        # Not a compiled size, but W, a multiple of eight, divides it: 16 bytes in one store.
-        p_part += i_n * tl.multiple_of(part_stride.to(tl.int64), 8)
-        p_done += tl.load(p_row + GROUP) * TILES + i_n
-        for i in tl.static_range(CLASSES):
-            if (rank > (8 << i if i > 0 else 0)) & (rank <= 16 << i):
-                _reduce_piece(p_g, p_sums, p_done, p_p, p_q, p_w, p_part, p_rows, p_row, rank, n,
-                              i_n, linear, MAX_N, W, BT, BN, 16 << i, DROPOUT, FUSED, EVEN,
-                              (16 << i) < TURNED)  # fmt: skip
+    rank = tl.load(p_row + RANK)
+    p_g = pick(i_l, p_g0, p_g1, p_g2, NUM)
+    p_q = pick(i_l, p_q0, p_q1, p_q2, NUM)
+    p_w = pick(i_l, p_w0, p_w1, p_w2, NUM)
+    linear = pick(i_l, linear_0, linear_1, linear_2, NUM)
+    # Not a compiled size, but W, a multiple of eight, divides it: 16 bytes in one store.
+    p_part += i_n * tl.multiple_of(part_stride.to(tl.int64), 8)
+    p_done += tl.load(p_row + GROUP) * TILES + i_n
+    for i in tl.static_range(CLASSES):
+        if (rank > (8 << i if i > 0 else 0)) & (rank <= 16 << i):
+            _reduce_piece(p_g, p_sums, p_done, p_p, p_q, p_w, p_part, p_rows, p_row, rank, n,
+                          i_n, linear, MAX_N, W, BT, BN, 16 << i,
+                          DROPOUT, FUSED, EVEN, (16 << i) < TURNED)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_row", "linear_0", "linear_1", "linear_2", "part_stride"])
@@ -192,25 +196,26 @@ def reduce_kernel(
     p_g0, p_g1, p_g2, p_sums, p_done, p_p, p_q0, p_q1, p_q2, p_w0, p_w1, p_w2, p_part, p_rows,
     p_table, first_row, linear_0, linear_1, linear_2, part_stride,
     LIST: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, MAX_N: tl.constexpr,
-    W: tl.constexpr, NUM: tl.constexpr, TILES: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    CLASSES: tl.constexpr, DROPOUT: tl.constexpr, FUSED: tl.constexpr, EVEN: tl.constexpr,
-    ALIGN: tl.constexpr, TURNED: tl.constexpr, LOOP: tl.constexpr,
+    W: tl.constexpr, NUM: tl.constexpr, TILES: tl.constexpr, ENDS: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, CLASSES: tl.constexpr, DROPOUT: tl.constexpr,
+    FUSED: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, TURNED: tl.constexpr,
+    LOOP: tl.constexpr,
 ):  # fmt: skip
     """grad[rank rows, features] += P^T drop(Q) over a chunk of a job: S and dY, or dS and X."""
-    total = tl.load(p_table + LIST) * TILES
+    total = num_items(p_table, LIST, ENDS, BN, N0, N1, N2)
     i_item = tl.program_id(0)
     if LOOP:
         for i in tl.range(i_item, total, tl.num_programs(0), disable_licm=True):
             _reduce_item(p_g0, p_g1, p_g2, p_sums, p_done, p_p, p_q0, p_q1, p_q2,
                          p_w0, p_w1, p_w2, p_part, p_rows, p_table, first_row, i,
                          linear_0, linear_1, linear_2, part_stride,
-                         N0, N1, N2, MAX_N, W, NUM, TILES, BT, BN,
+                         N0, N1, N2, MAX_N, W, NUM, TILES, ENDS, BT, BN,
                          CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED)  # fmt: skip
     elif i_item < total:
         _reduce_item(p_g0, p_g1, p_g2, p_sums, p_done, p_p, p_q0, p_q1, p_q2,
                      p_w0, p_w1, p_w2, p_part, p_rows, p_table, first_row, i_item,
                      linear_0, linear_1, linear_2, part_stride,
-                     N0, N1, N2, MAX_N, W, NUM, TILES, BT, BN,
+                     N0, N1, N2, MAX_N, W, NUM, TILES, ENDS, BT, BN,
                      CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED)  # fmt: skip
 
 
@@ -291,7 +296,7 @@ def reduce(
         part if fused else p, rows, blocks.table,
         layout.first_row[name], *three(linears), part[0].numel() if fused else 0,
         lists.LISTS.index(name), *three(features), max(features), p.shape[1], n, tiles,
-        tuning.tokens, tuning.features,
+        lists.ENDS.get(name, 0), tuning.tokens, tuning.features,
         rank_classes(layout.most_rank(name)),
         dropout, fused, all(size % tuning.features == 0 for size in features),
         alignment(features), tuning.turned, tuning.programs > 0,

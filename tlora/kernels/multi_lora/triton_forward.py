@@ -46,6 +46,46 @@ def pick(i, v_0, v_1, v_2, NUM: tl.constexpr):
 
 
 @triton.jit
+def num_items(
+    p_table, LIST: tl.constexpr, ENDS: tl.constexpr, BN: tl.constexpr,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
+):  # fmt: skip
+    """Of a list, every row of which has as many items as its linear has tiles of features."""
+    TILES_0: tl.constexpr = (N0 + BN - 1) // BN
+    TILES_1: tl.constexpr = (N1 + BN - 1) // BN
+    TILES_2: tl.constexpr = (N2 + BN - 1) // BN
+    rows = tl.load(p_table + LIST)
+    if TILES_0 == TILES_1 and TILES_0 == TILES_2:
+        total = rows * TILES_0
+    else:
+        end_0, end_1 = tl.load(p_table + ENDS), tl.load(p_table + ENDS + 1)
+        total = end_0 * TILES_0 + (end_1 - end_0) * TILES_1 + (rows - end_1) * TILES_2
+    return total
+
+
+@triton.jit
+def place_of(
+    p_table, i_item, ENDS: tl.constexpr, BN: tl.constexpr,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
+):  # fmt: skip
+    """The row of an item, and its tile."""
+    TILES_0: tl.constexpr = (N0 + BN - 1) // BN
+    TILES_1: tl.constexpr = (N1 + BN - 1) // BN
+    TILES_2: tl.constexpr = (N2 + BN - 1) // BN
+    if TILES_0 == TILES_1 and TILES_0 == TILES_2:
+        i_row, i_n = i_item // TILES_0, i_item % TILES_0
+    else:
+        end_0, end_1 = tl.load(p_table + ENDS), tl.load(p_table + ENDS + 1)
+        items_0 = end_0 * TILES_0
+        items_1 = items_0 + (end_1 - end_0) * TILES_1
+        i_l = (i_item >= items_0).to(tl.int32) + (i_item >= items_1).to(tl.int32)
+        tiles = pick(i_l, TILES_0, TILES_1, TILES_2, 3)
+        i_own = i_item - pick(i_l, 0, items_0, items_1, 3)
+        i_row, i_n = pick(i_l, 0, end_0, end_1, 3) + i_own // tiles, i_own % tiles
+    return i_row, i_n
+
+
+@triton.jit
 def float_bits(value):
     return value.to(tl.float32, bitcast=True)
 
@@ -307,47 +347,46 @@ def expand_kernel(
     p_y0, p_y1, p_y2, p_bias0, p_bias1, p_bias2, p_s, p_w0, p_w1, p_w2, p_rows, p_table,
     first_row, linear_0, linear_1, linear_2,
     LIST: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, W: tl.constexpr,
-    NUM: tl.constexpr, TILES: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    NUM: tl.constexpr, ENDS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
     CLASSES: tl.constexpr, DROPOUT: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
     ALIGN: tl.constexpr, OUTPUTS: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     """Y[tokens, features] (+)= sum over pieces of drop(S W) for a chunk of tokens of a linear."""
-    total = tl.load(p_table + LIST) * TILES
+    total = num_items(p_table, LIST, ENDS, BN, N0, N1, N2)
     for i_item in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
-        i_row, i_n = i_item // TILES, i_item % TILES
+        i_row, i_n = place_of(p_table, i_item, ENDS, BN, N0, N1, N2)
         p_row = p_table + (first_row + i_row) * COLUMNS
         i_l = tl.load(p_row + LINEAR)
         n = tl.multiple_of(pick(i_l, N0, N1, N2, OUTPUTS), ALIGN)
-        if i_n * BN < n:
-            p_y = pick(i_l, p_y0, p_y1, p_y2, OUTPUTS)
-            p_w = pick(i_l, p_w0, p_w1, p_w2, OUTPUTS)
-            p_bias = pick(i_l, p_bias0, p_bias1, p_bias2, OUTPUTS)
-            start, count = tl.load(p_row + START).to(tl.int64), tl.load(p_row + COUNT)
-            rank, size = tl.load(p_row + RANK), tl.load(p_row + SIZE)
-            p_piece = p_table + tl.load(p_row + FIRST) * COLUMNS
-            o_n = i_n * BN + tl.arange(0, BN)
-            m_n = o_n < n
-            if size == 0:  # noqa: SIM102 - the other is known when compiled
-                if not ADD or BIAS:
-                    for i_t in range(0, count, BT):
-                        o_t = i_t + tl.arange(0, BT)
-                        b_y = tl.zeros([BT, BN], dtype=tl.float32)
-                        p_tile = p_y + (start + o_t)[:, None] * n + o_n[None, :]
-                        _store_y(p_tile, b_y, p_bias, o_n, m_n, o_t < count, ADD, BIAS)
-            for i in tl.static_range(CLASSES):
-                if (rank > (8 << i if i > 0 else 0)) & (rank <= 16 << i):
-                    if size == 1:
-                        _expand_few(p_y, p_bias, p_s, p_w, p_rows, p_piece, size, start, count, n,
-                                    o_n, m_n, linear_0, linear_1, linear_2,
-                                    W, NUM, 1, BT, BN, 16 << i, DROPOUT, ADD, BIAS)  # fmt: skip
-                    elif MANY:
-                        _expand_many(p_y, p_bias, p_s, p_w, p_rows, p_piece, size, start, count, n,
-                                     o_n, m_n, linear_0, linear_1, linear_2,
-                                     W, NUM, BT, BN, 16 << i, DROPOUT, ADD, BIAS)  # fmt: skip
-                    elif NUM > 1 and OUTPUTS == 1:
-                        _expand_few(p_y, p_bias, p_s, p_w, p_rows, p_piece, size, start, count, n,
-                                    o_n, m_n, linear_0, linear_1, linear_2,
-                                    W, NUM, NUM, BT, BN, 16 << i, DROPOUT, ADD, BIAS)  # fmt: skip
+        p_y = pick(i_l, p_y0, p_y1, p_y2, OUTPUTS)
+        p_w = pick(i_l, p_w0, p_w1, p_w2, OUTPUTS)
+        p_bias = pick(i_l, p_bias0, p_bias1, p_bias2, OUTPUTS)
+        start, count = tl.load(p_row + START).to(tl.int64), tl.load(p_row + COUNT)
+        rank, size = tl.load(p_row + RANK), tl.load(p_row + SIZE)
+        p_piece = p_table + tl.load(p_row + FIRST) * COLUMNS
+        o_n = i_n * BN + tl.arange(0, BN)
+        m_n = o_n < n
+        if size == 0:  # noqa: SIM102 - the other is known when compiled
+            if not ADD or BIAS:
+                for i_t in range(0, count, BT):
+                    o_t = i_t + tl.arange(0, BT)
+                    b_y = tl.zeros([BT, BN], dtype=tl.float32)
+                    p_tile = p_y + (start + o_t)[:, None] * n + o_n[None, :]
+                    _store_y(p_tile, b_y, p_bias, o_n, m_n, o_t < count, ADD, BIAS)
+        for i in tl.static_range(CLASSES):
+            if (rank > (8 << i if i > 0 else 0)) & (rank <= 16 << i):
+                if size == 1:
+                    _expand_few(p_y, p_bias, p_s, p_w, p_rows, p_piece, size, start, count, n,
+                                o_n, m_n, linear_0, linear_1, linear_2,
+                                W, NUM, 1, BT, BN, 16 << i, DROPOUT, ADD, BIAS)  # fmt: skip
+                elif MANY:
+                    _expand_many(p_y, p_bias, p_s, p_w, p_rows, p_piece, size, start, count, n,
+                                 o_n, m_n, linear_0, linear_1, linear_2,
+                                 W, NUM, BT, BN, 16 << i, DROPOUT, ADD, BIAS)  # fmt: skip
+                elif NUM > 1 and OUTPUTS == 1:
+                    _expand_few(p_y, p_bias, p_s, p_w, p_rows, p_piece, size, start, count, n,
+                                o_n, m_n, linear_0, linear_1, linear_2,
+                                W, NUM, NUM, BT, BN, 16 << i, DROPOUT, ADD, BIAS)  # fmt: skip
 
 
 def num_programs(most: int, tuning: Tuning, device: torch.device) -> int:
@@ -462,8 +501,8 @@ def expand(
     expand_kernel[(num_programs(layout.capacity[name] * tiles, tuning, s.device),)](
         *three(y), *three(biases if has_bias else y), s, *three(w), rows, blocks.table,
         layout.first_row[name], *three(linears),
-        lists.LISTS.index(name), *three(features), s.shape[1], layout.num_linears, tiles,
-        tuning.tokens, tuning.features,
+        lists.LISTS.index(name), *three(features), s.shape[1], layout.num_linears,
+        lists.ENDS.get(name, 0), tuning.tokens, tuning.features,
         rank_classes(layout.most_rank(name)),
         dropout, not write, has_bias,
         alignment(features), len(y), layout.max_rank > layout.tiles.chunk_rank,
