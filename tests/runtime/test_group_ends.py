@@ -10,7 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from tlora.core.plan import Plan
-from tlora.runtime.group import heartbeat, running
+from tlora.runtime.elastic.roll import Again
+from tlora.runtime.group import as_rank, heartbeat
 from tlora.runtime.group.heartbeat import Heartbeat
 from tlora.runtime.group.rank import Member
 from tlora.runtime.recording import SaveFailed
@@ -78,24 +79,24 @@ def test_a_rank_is_watched_until_all_have_come_to_the_end(
             self.closed = True
 
     whole = SimpleNamespace(lost=lambda cause: seen.append(cause))
-    monkeypatch.setattr(running, "join", lambda: None)
-    monkeypatch.setattr(running, "check_runs", lambda plan, world: None)
-    monkeypatch.setattr(running, "compare", lambda plan, attempt: ("name", True))
-    monkeypatch.setattr(running, "_Whole", lambda *about, **settings: whole)
-    monkeypatch.setattr(running, "Heartbeat", Beats)
-    monkeypatch.setattr(running, "_train_as_rank", step("training"))
+    monkeypatch.setattr(as_rank, "join", lambda asked: None)
+    monkeypatch.setattr(as_rank, "check_runs", lambda plan, world: None)
+    monkeypatch.setattr(as_rank, "compare", lambda plan, attempt: ("name", True))
+    monkeypatch.setattr(as_rank, "Whole", lambda *about, **settings: whole)
+    monkeypatch.setattr(as_rank, "Heartbeat", Beats)
+    monkeypatch.setattr(as_rank, "train_together", step("training"))
     for name, answer in (("get_rank", 0), ("get_world_size", 2)):
         monkeypatch.setattr(dist, name, lambda answer=answer: answer)
     monkeypatch.setattr(dist, "barrier", step("barrier"))
     monkeypatch.setattr(dist, "destroy_process_group", step("left"))
-    spec = SimpleNamespace()
-    arguments = {"output": tmp_path, "plan": Plan(bucket=64, replicas=2)}
+    spec = SimpleNamespace(engine=SimpleNamespace(device="cpu"))
+    arguments = {"output": tmp_path, "plan": Plan(bucket=64, replicas=2), "again": Again()}
     if not fault:
-        running.train_as_rank(spec, **arguments)  # type: ignore[arg-type]
+        as_rank.train_as_rank(spec, **arguments)  # type: ignore[arg-type]
         assert seen == ["training", "barrier", "ended", "left"]
         return
     with pytest.raises(OSError, match="cable"):
-        running.train_as_rank(spec, **arguments)  # type: ignore[arg-type]
+        as_rank.train_as_rank(spec, **arguments)  # type: ignore[arg-type]
     assert seen[-2:] == ["rank 0: OSError: a cable was pulled", "broken"]
 
 

@@ -639,7 +639,7 @@ def pause_on_one_rank(*, step: int) -> tuple[str, str | None, int, dict[str, Cur
 
 def compared(*, buckets: list[int], attempts: list[int]) -> tuple[str, bool] | str:
     """Of ranks with these plans, which launchers have started so often."""
-    from tlora.runtime.group.running import compare
+    from tlora.runtime.group.as_rank import compare
 
     rank = dist.get_rank()
     try:

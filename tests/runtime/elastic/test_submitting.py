@@ -3,7 +3,7 @@
 import json
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from tlora.core.job import RunSpec
 from tlora.runtime.directory import RunDirectory
 from tlora.runtime.elastic import asking
 from tlora.runtime.elastic.roll import enrol
+from tlora.runtime.executors.worker import no_result
 from tlora.store.requests import Requests
 
 
@@ -97,3 +98,13 @@ def test_another_who_submits_is_not_taken_for_the_run(ending: Ending) -> None:
     ending.last = lambda number: (ending.directory.close(), other.take())
     assert "the run is busy" in ending.submit()
     other.close()
+
+
+def test_of_a_run_that_is_over_nobody_is_sent_to_go_on_with_it(ending: Ending) -> None:
+    """It would end at once, and take nothing in."""
+    (ending.root / "a").mkdir()
+    result = replace(no_result("a", ""), status="completed")
+    (ending.root / "a" / "result.json").write_text(json.dumps({"v": 1, **asdict(result)}))
+    with pytest.raises(SpecError, match=r"is over, .* train these with tlora train and --output"):
+        ending.submit()
+    assert answers(ending.root) == [asking.WITHDRAWN]

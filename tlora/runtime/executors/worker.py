@@ -228,7 +228,13 @@ class Worker:
             self._tell_ends()
             self.tell(Detached(name, None, 0.0))
             return
-        self.recorder.save([driver])
+        self._save([driver])
+        if driver.status is not Status.RUNNING:
+            # It would go on elsewhere from an older step, or from none: it stops here.
+            self.recorder.on_end(driver)
+            self.engine.detach(name)
+            self._tell_ends()
+            return
         self.engine.detach(name)
         self.recorder.sinks.close(name, "moved")
         self.directory.event("detached", job=name, step=driver.step)
@@ -259,7 +265,12 @@ class Worker:
 
     def _tell_ends(self) -> None:
         """A recorder may tell of a job's end when its files are on disk: wait for them."""
-        self.recorder.save([])
+        self._save([])
+
+    def _save(self, drivers: list[JobDriver]) -> None:
+        """Whoever cannot be saved stops where it is, one of the others too."""
+        for failure in self.recorder.save(drivers):
+            self.recorder.pause(failure)
 
     def _job(self, name: str) -> JobSpec:
         """Jobs may have been added to the run since this worker began."""

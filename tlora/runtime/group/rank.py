@@ -83,9 +83,9 @@ def run_rank(
     `inbox`: what the group is asked meanwhile, jobs to admit and to give up, by rank 0 alone."""
     quieten_libraries()
     started = time.perf_counter()
-    device = join()
-    check_runs(plan, dist.get_world_size())
     spec = load_spec(directory / "resolved.yaml")
+    device = join(spec.engine.device)
+    check_runs(plan, dist.get_world_size())
     member = Member(spec, plan, jobs, directory, device, tell, inbox)
     tell(Ready(time.perf_counter() - started))
     try:
