@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from tlora.core.errors import TloraError
 from tlora.core.plan import Plan
 from tlora.runtime.elastic.roll import Again
 from tlora.runtime.group import as_rank, heartbeat
@@ -55,11 +56,12 @@ def test_a_rank_that_has_ended_well_takes_nobody_with_it(pair) -> None:
     assert left == [] and said == []
 
 
-@pytest.mark.parametrize("fault", ["", "training", "barrier"])
+@pytest.mark.parametrize("fault", ["", "training", "barrier", "other"])
 def test_a_rank_is_watched_until_all_have_come_to_the_end(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last barrier is a collective as any other: a rank may be lost while others wait in it."""
+    """The last barrier is a collective as any other: a rank may be lost while others wait in it.
+    One that breaks because another did says so in a line."""
     seen: list[str] = []
 
     def step(name: str):
@@ -67,6 +69,8 @@ def test_a_rank_is_watched_until_all_have_come_to_the_end(
             seen.append(name)
             if name == fault:
                 raise OSError("a cable was pulled")
+            if name == "training" and fault == "other":
+                raise RuntimeError("gloo: Connection closed by peer\nand much more")
 
         return taken
 
@@ -94,6 +98,11 @@ def test_a_rank_is_watched_until_all_have_come_to_the_end(
     if not fault:
         as_rank.train_as_rank(spec, **arguments)  # type: ignore[arg-type]
         assert seen == ["training", "barrier", "ended", "left"]
+        return
+    if fault == "other":
+        with pytest.raises(TloraError, match=r"lost the others \(.* closed by peer\); "):
+            as_rank.train_as_rank(spec, **arguments)  # type: ignore[arg-type]
+        assert seen == ["training", "broken"]
         return
     with pytest.raises(OSError, match="cable"):
         as_rank.train_as_rank(spec, **arguments)  # type: ignore[arg-type]

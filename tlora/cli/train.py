@@ -190,8 +190,13 @@ class _Run:
             check_plan(plan, self.spec, world=None if ranks == 1 else ranks)
             check_memory(self.spec, plan, **about)
         if started is not None:
-            from tlora.runtime.group.as_rank import train_as_rank
+            return self._as_rank(plan, started)
+        return self._in_group(plan)
 
+    def _as_rank(self, plan: Plan, started: Started) -> "RunResult":
+        from tlora.runtime.group.as_rank import RefusedByRank0, train_as_rank
+
+        try:
             return train_as_rank(
                 self.spec,
                 output=self.folder,
@@ -200,7 +205,9 @@ class _Run:
                 attempt=started.attempt,
                 again=self.again,
             )
-        return self._in_group(plan)
+        except RefusedByRank0:
+            time.sleep(SPOKEN_S)
+            raise typer.Exit(2) from None
 
     def _in_group(self, plan: Plan) -> "RunResult":
         from tlora.runtime.group.running import train_in_group

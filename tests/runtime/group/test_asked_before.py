@@ -131,6 +131,21 @@ def test_ranks_from_outside_take_up_what_was_asked_while_nothing_ran(
     assert started_outside(first, tmp_path, 1).failed == ["two"]
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_ranks_from_outside_are_refused_together(
+    number: int, spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 says who is at work there; the others do not wait for it until they are lost."""
+    alone(monkeypatch, lambda *_, **__: pytest.fail("it trains"))
+    monkeypatch.setattr(as_rank, "tell_all", lambda said: True)
+    other = RunDirectory(tmp_path)
+    other.take()
+    with pytest.raises(SpecError if number == 0 else as_rank.RefusedByRank0) as refused:
+        started_outside(spec, tmp_path, number)
+    assert ("another tlora is at work" in str(refused.value)) == (number == 0)
+    other.close()
+
+
 def test_a_rank_that_does_not_lead_knows_of_jobs_that_joined_meanwhile(
     spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,14 +53,25 @@ def train_as_rank(
         # Nobody leaves while others need it. Still watched: a rank may be lost right here.
         dist.barrier()
     except Exception as error:
-        if not isinstance(error, TloraError) and not follows_another(error):
-            whole.lost(f"rank {rank}: {type(error).__name__}: {error}".splitlines()[0])
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        follows = follows_another(error)
+        if not isinstance(error, TloraError) and not follows:
+            whole.lost(f"rank {rank}: {what}")
         beats.close(broken=True)
+        if follows:
+            raise TloraError(
+                f"rank {rank} has lost the others ({what}); the group ends, the same command goes "
+                "on"
+            ) from error
         raise
     finally:
         beats.close()
     dist.destroy_process_group()
     return result
+
+
+class RefusedByRank0(TloraError):
+    """Which says why."""
 
 
 class Common(NamedTuple):
@@ -89,8 +100,14 @@ def compare(plan: Plan, attempt: int) -> Common:
 
 def train_together(whole: Whole, rank: int, *, fresh: bool, again: Again) -> RunResult:
     """Until every job is over and nobody asks for more, or a person stops it."""
+    refusal: TloraError | None = None
     if rank == 0:
-        whole.begin(fresh=fresh, again=again)
+        try:
+            whole.begin(fresh=fresh, again=again)
+        except TloraError as error:
+            refusal = error
+    if tell_all(refusal is not None):
+        raise refusal or RefusedByRank0
     with interruptible(on_first=whole.progress.on_interrupt) as interrupt:
         goes_on, stops = True, False
         while goes_on:
