@@ -123,6 +123,24 @@ def test_a_job_that_cannot_be_saved_does_not_leave(new_run, monkeypatch) -> None
     assert {result["status"] for result in ended.values()} == {"completed"}
 
 
+def test_a_job_that_cannot_come_takes_nobody_with_it_on_a_full_disk(new_run, monkeypatch) -> None:
+    """Its result cannot be written either; whoever leads hears of it, and the others train."""
+
+    def full(*about) -> None:
+        raise OSError(28, "No space left on device")
+
+    spec, root = new_run("a", "b")
+    worker, told = new_worker(root)
+    worker.obey(Attach("a", 1.0, BUCKET))
+    Path(spec.jobs[1].data.paths[0]).write_text("{}\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(worker.directory, "write_result", full)
+        worker.obey(Attach("b", 1.0, BUCKET))
+    assert isinstance(told[-1], Ended) and told[-1].job == "b"
+    worker.work(lambda: False)
+    assert {each.job for each in told if isinstance(each, Ended)} == {"a", "b"}
+
+
 def test_weights_and_sizes_change_while_jobs_train(new_run) -> None:
     """A job with more weight gets more of each nano-batch."""
     _, root = new_run("a", "b", max_steps=200, batch_size=8)

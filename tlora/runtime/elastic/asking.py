@@ -103,8 +103,8 @@ def check_not_over(root: Path, job: str, kind: str) -> None:
 def nobody_at_work(root: Path) -> SpecError:
     if state_of(standings(root, at_work=False), at_work=False) == "over":
         return SpecError(
-            f"the run in {root} is over, and nobody is at work to take jobs in; train these with "
-            f"tlora train and --output {root} to have them there too, or in a run of their own"
+            f"nobody is at work in {root}, and its jobs are over; train these with tlora train and "
+            f"--output {root} to have them there too, or in a run of their own"
         )
     return SpecError(
         f"nobody is at work in {root}; go on with it by {command_to_go_on(root)}, and submit then, "

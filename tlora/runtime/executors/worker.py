@@ -7,6 +7,7 @@ scheduler, so that a job that moved looks like one that stayed.
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -216,7 +217,9 @@ class Worker:
             self._tell_ends()
             return
         result = no_result(job.name, reason)
-        self.directory.write_result(result)
+        # On a full disk whoever leads the run says so.
+        with suppress(OSError):
+            self.directory.write_result(result)
         self.tell(Ended(job.name, asdict(result)))
 
     def _detach(self, name: str) -> None:

@@ -8,6 +8,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -366,7 +367,9 @@ class Member:
         if problems:
             if self.rank == 0:
                 result = no_result(name, problems[0])
-                self.directory.write_result(result)
+                # On a full disk whoever leads the run says so.
+                with suppress(OSError):
+                    self.directory.write_result(result)
                 self.tell(Ended(name, asdict(result)))
             return
         if not spans(self.plan, name):
