@@ -118,7 +118,8 @@ def train(
     if result.interrupted:
         # What torchrun was told is not known here.
         command = "the same command" if started is not None else command_again(context)
-        print_error(f"interrupted: go on from here with: {command}")
+        if started is None or started.speaks:
+            print_error(f"interrupted: go on from here with: {command}")
         raise typer.Exit(130)
     _end_if_failed(result.failed, folder, started)
 

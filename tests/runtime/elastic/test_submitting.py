@@ -107,8 +107,6 @@ def test_of_a_run_that_is_over_nobody_is_sent_to_go_on_with_it(ending: Ending) -
     (ending.root / "a").mkdir()
     result = replace(no_result("a", ""), status="completed")
     (ending.root / "a" / "result.json").write_text(json.dumps({"v": 1, **asdict(result)}))
-    with pytest.raises(
-        SpecError, match="its jobs are over; train these with tlora train"
-    ):
+    with pytest.raises(SpecError, match="its jobs are over; train these with tlora train"):
         ending.submit()
     assert answers(ending.root) == [asking.WITHDRAWN]
