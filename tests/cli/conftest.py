@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tlora.cli.main import main
+from tlora.runtime.elastic.roll import Again
 
 
 @pytest.fixture
@@ -29,6 +30,7 @@ class FakeRuntime:
         self.calls: list[tuple[Any, ...]] = []
         self.failed: list[str] = []
         self.interrupted = False
+        self.again: Again | None = None
         functions = {
             "checking": ("check_run", self.check_run),
             "training": ("train", self.train),
@@ -44,12 +46,14 @@ class FakeRuntime:
         self.calls.append((spec,))
         return ["job 'a': 10 rows [chat]", "all well"]
 
-    def train(self, spec: object, *, output: Path, fresh: bool) -> SimpleNamespace:
+    def train(self, spec: object, *, output: Path, fresh: bool, again: Again) -> SimpleNamespace:
         self.calls.append((spec, output, fresh))
+        self.again = again
         return SimpleNamespace(failed=self.failed, interrupted=self.interrupted)
 
-    def train_on_devices(self, spec: object, **options: object) -> SimpleNamespace:
+    def train_on_devices(self, spec: object, *, again: Again, **options: object) -> SimpleNamespace:
         self.calls.append((spec, options))
+        self.again = again
         return SimpleNamespace(failed=self.failed, interrupted=self.interrupted)
 
     def verify_adapter(self, path: Path, base: str | None) -> list[str]:

@@ -1,9 +1,15 @@
 """`tlora train`: what it hands to the runtime, and how it ends."""
 
+import inspect
 from io import StringIO
 from pathlib import Path
 
 import pytest
+
+from tlora.cli.options import ON_RECORD
+from tlora.cli.train import train
+from tlora.runtime.elastic.roll import Again
+from tlora.runtime.group.launched import Started
 
 
 @pytest.fixture
@@ -47,6 +53,32 @@ def test_several_devices_are_scheduled(job_file, runtime, tlora_command) -> None
     assert tlora_command("train", "jobs.yaml", "--devices", "1") == 0
     assert len(runtime.calls[1]) == 3
     assert tlora_command("train", "jobs.yaml", "--devices", "0") == 2
+
+
+def test_what_a_run_is_started_with_is_kept_for_whoever_goes_on_with_it(
+    job_file, runtime, tlora_command
+) -> None:
+    """All that is not in its resolved.yaml: an option that nobody thought of, too."""
+    record = ("--output", "out", "--isolation", "exact", "-o", "lr=1e-3", "--fresh", "--yes")
+    plain = ("--devices", "2", "--profile", "my profile.json", "--policy", "solo")
+    assert tlora_command("train", "jobs.yaml", *record, *plain) == 0
+    assert runtime.again == Again(options=plain)
+    assert tlora_command("train", "jobs.yaml") == 0
+    assert runtime.again == Again()
+    parameters = inspect.signature(train).parameters.keys() - {"context", *ON_RECORD}
+    assert parameters == {"devices", "plan", "profile", "policy"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "launcher"),
+    [
+        (2, "torchrun --nproc-per-node 2 -m tlora"),
+        (8, "torchrun --nproc-per-node 2 --nnodes 4 ... -m tlora"),
+    ],
+)
+def test_a_run_that_torchrun_started_is_gone_on_with_by_it(ranks: int, launcher: str) -> None:
+    """On as many nodes; where these meet is for a person to say."""
+    assert Started(0, ranks, 2, 0).launcher == tuple(launcher.split())
 
 
 def test_an_unknown_isolation_is_bad_usage(job_file, runtime, tlora_command) -> None:

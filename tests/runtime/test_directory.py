@@ -1,7 +1,9 @@
 """Files and directories that are replaced whole or not at all."""
 
+import fcntl
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -87,11 +89,23 @@ def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
     """Two commands at once would write over each other; when the first has ended, it is free."""
     first, second = RunDirectory(tmp_path / "deep" / "run"), RunDirectory(tmp_path / "deep" / "run")
     first.create(fresh=False)
-    with pytest.raises(SpecError, match=r"another tlora is at work in .*deep/run"):
+    who = rf"\(process {os.getpid()} on .+: .+\)"
+    with pytest.raises(SpecError, match=rf"another tlora is at work in .*deep/run {who}; wait"):
         second.create(fresh=False)
     first.close()
     second.create(fresh=False)
     second.close()
+    assert names(tmp_path / "deep" / "run") == set()
+
+
+def test_who_only_looks_is_not_taken_for_somebody_at_work(tmp_path: Path) -> None:
+    """It has the directory for a moment."""
+    looking = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    threading.Timer(0.2, os.close, [looking]).start()
+    run = RunDirectory(tmp_path)
+    run.create(fresh=False)
+    run.close()
 
 
 def test_fresh_removes_a_run_and_nothing_else(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tlora.core.errors import SpecError
 from tlora.core.job import RunSpec
 from tlora.core.plan import Plan
 from tlora.runtime import report_data
+from tlora.runtime.directory import RunDirectory
 from tlora.runtime.group import running, supervisor
 from tlora.runtime.group.choosing import fastest_plan
 from tlora.runtime.group.plans import check_plan
@@ -282,6 +283,20 @@ def test_torchrun_starts_the_ranks_too(spec: RunSpec, alone: Path, tmp_path: Pat
     assert {each["device"] for each in events(run, "nano_batch")} == {0, 1}
     times = [each["time"] for each in events(run, "nano_batch")]
     assert times == sorted(times)
+
+
+def test_a_second_torchrun_hears_who_is_at_work(spec: RunSpec, tmp_path: Path) -> None:
+    """In one line, once for all ranks."""
+    (tmp_path / "plan.yaml").write_text("replicas: 2\nbucket: 128\nadapters: rank_local\n")
+    (tmp_path / "run").mkdir()
+    here = RunDirectory(tmp_path / "run")
+    here.take()
+    command = torchrun(spec, tmp_path, "--plan", str(tmp_path / "plan.yaml"))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    here.close()
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count(f"another tlora is at work in {tmp_path / 'run'} (process") == 1
+    assert f"(process {os.getpid()} on " in done.stderr and "[rank" not in done.stderr
 
 
 def test_a_hanging_rank_of_torchrun_is_named_and_replaced(

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from tlora.core.errors import TloraError
 from tlora.core.plan import Plan
-from tlora.runtime.group import heartbeat, running
+from tlora.runtime.elastic.roll import Again
+from tlora.runtime.group import as_rank, heartbeat
 from tlora.runtime.group.heartbeat import Heartbeat
 from tlora.runtime.group.rank import Member
 from tlora.runtime.saving import SaveFailed
@@ -54,11 +56,12 @@ def test_a_rank_that_has_ended_well_takes_nobody_with_it(pair) -> None:
     assert left == [] and said == []
 
 
-@pytest.mark.parametrize("fault", ["", "training", "barrier"])
+@pytest.mark.parametrize("fault", ["", "training", "barrier", "other"])
 def test_a_rank_is_watched_until_all_have_come_to_the_end(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last barrier is a collective as any other: a rank may be lost while others wait in it."""
+    """The last barrier is a collective as any other: a rank may be lost while others wait in it.
+    One that breaks because another did says so in a line."""
     seen: list[str] = []
 
     def step(name: str):
@@ -66,6 +69,8 @@ def test_a_rank_is_watched_until_all_have_come_to_the_end(
             seen.append(name)
             if name == fault:
                 raise OSError("a cable was pulled")
+            if name == "training" and fault == "other":
+                raise RuntimeError("gloo: Connection closed by peer\nand much more")
 
         return taken
 
@@ -78,24 +83,29 @@ def test_a_rank_is_watched_until_all_have_come_to_the_end(
             self.closed = True
 
     whole = SimpleNamespace(lost=lambda cause: seen.append(cause))
-    monkeypatch.setattr(running, "join", lambda: None)
-    monkeypatch.setattr(running, "check_runs", lambda plan, world: None)
-    monkeypatch.setattr(running, "compare", lambda plan, attempt: ("name", True))
-    monkeypatch.setattr(running, "_Whole", lambda *about, **settings: whole)
-    monkeypatch.setattr(running, "Heartbeat", Beats)
-    monkeypatch.setattr(running, "_train_as_rank", step("training"))
+    monkeypatch.setattr(as_rank, "join", lambda asked: None)
+    monkeypatch.setattr(as_rank, "check_runs", lambda plan, world: None)
+    monkeypatch.setattr(as_rank, "compare", lambda plan, attempt: ("name", True))
+    monkeypatch.setattr(as_rank, "Whole", lambda *about, **settings: whole)
+    monkeypatch.setattr(as_rank, "Heartbeat", Beats)
+    monkeypatch.setattr(as_rank, "train_together", step("training"))
     for name, answer in (("get_rank", 0), ("get_world_size", 2)):
         monkeypatch.setattr(dist, name, lambda answer=answer: answer)
     monkeypatch.setattr(dist, "barrier", step("barrier"))
     monkeypatch.setattr(dist, "destroy_process_group", step("left"))
-    spec = SimpleNamespace()
-    arguments = {"output": tmp_path, "plan": Plan(bucket=64, replicas=2)}
+    spec = SimpleNamespace(engine=SimpleNamespace(device="cpu"))
+    arguments = {"output": tmp_path, "plan": Plan(bucket=64, replicas=2), "again": Again()}
     if not fault:
-        running.train_as_rank(spec, **arguments)  # type: ignore[arg-type]
+        as_rank.train_as_rank(spec, **arguments)  # type: ignore[arg-type]
         assert seen == ["training", "barrier", "ended", "left"]
         return
+    if fault == "other":
+        with pytest.raises(TloraError, match=r"lost the others \(.* closed by peer\); "):
+            as_rank.train_as_rank(spec, **arguments)  # type: ignore[arg-type]
+        assert seen == ["training", "broken"]
+        return
     with pytest.raises(OSError, match="cable"):
-        running.train_as_rank(spec, **arguments)  # type: ignore[arg-type]
+        as_rank.train_as_rank(spec, **arguments)  # type: ignore[arg-type]
     assert seen[-2:] == ["rank 0: OSError: a cable was pulled", "broken"]
 
 

@@ -9,6 +9,7 @@ from support.runs import job_file, write_rows
 
 from tlora.cli.main import main
 from tlora.config import dump_spec, load_spec
+from tlora.runtime.group import as_rank
 from tlora.runtime.group.launched import failed_before
 
 
@@ -81,3 +82,27 @@ def test_a_job_that_was_submitted_is_gone_on_with_after_those_of_the_file_failed
     (root / "run.json").write_text("{}")
     with pytest.raises(SystemExit):
         main(command)
+
+
+def test_a_rank_that_does_not_speak_leaves_quietly_when_the_group_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """After the one that does."""
+    data = {"path": str(write_rows(tmp_path / "rows.jsonl", 4))}
+    spec = load_spec(job_file(tmp_path, {"name": "one", "data": data}))
+    (tmp_path / "jobs.yaml").write_text(dump_spec(spec))
+    (tmp_path / "plan.yaml").write_text("replicas: 2\nbucket: 128\nadapters: rank_local\n")
+    for name, value in (("RANK", 1), ("WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, str(value))
+
+    def refused(*about, **settings) -> None:
+        raise as_rank.RefusedByRank0
+
+    waited: list[float] = []
+    monkeypatch.setattr("tlora.cli.train.time.sleep", waited.append)
+    monkeypatch.setattr("tlora.runtime.group.choosing.check_memory", lambda *_, **__: None)
+    monkeypatch.setattr(as_rank, "train_as_rank", refused)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", str(tmp_path / "jobs.yaml"), "--plan", str(tmp_path / "plan.yaml")])
+    assert ended.value.code == 2 and len(waited) == 1
+    assert capsys.readouterr().err == ""

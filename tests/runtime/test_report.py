@@ -16,7 +16,13 @@ from tlora.runtime.benchmark.landscapes import recorded
 from tlora.runtime.progress import ProgressLines
 from tlora.runtime.report import write_report
 from tlora.runtime.report_data import throughput
-from tlora.runtime.run_log import NanoBatch, read_decision, read_run, read_tunings
+from tlora.runtime.run_log import (
+    NanoBatch,
+    find_sessions,
+    read_decision,
+    read_run,
+    read_tunings,
+)
 from tlora.runtime.training import train
 from tlora.training.controller import replay
 
@@ -306,3 +312,15 @@ def test_old_broken_and_empty_runs_have_reports(tmp_path: Path) -> None:
         assert "job-000" in report_of(root).text
     with pytest.raises(SpecError, match="not the directory of a run"):
         write_report(tmp_path)
+
+
+def test_a_job_that_comes_before_the_run_is_told_to_begin_cuts_nothing() -> None:
+    """Workers note by themselves, and the process that leads may be late. What was trained before
+    ends an earlier session."""
+
+    def seen(*kinds: str) -> list[dict[str, object]]:
+        return [{"kind": kind, "time": float(time)} for time, kind in enumerate(kinds)]
+
+    late = ("joined", "joined", "began", "nano_batch", "joined", "nano_batch")
+    assert find_sessions(seen(*late)).wall == [0.0]
+    assert find_sessions(seen(*late, "began", "nano_batch")).wall == [0.0, 6.0]

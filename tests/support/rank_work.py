@@ -269,7 +269,7 @@ def missing_after_break(path: str) -> int:
 
 def compared(*, buckets: list[int], attempts: list[int]) -> tuple[str, bool] | str:
     """Of ranks with these plans, which launchers have started so often."""
-    from tlora.runtime.group.running import compare
+    from tlora.runtime.group.as_rank import compare
 
     rank = dist.get_rank()
     try:

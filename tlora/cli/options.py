@@ -1,6 +1,7 @@
 """Arguments that several verbs share."""
 
 import shlex
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
@@ -28,14 +29,26 @@ AdapterDirectory = Annotated[
 ]
 
 
+STARTED_OVER = ("fresh", "yes")
+"""Options that are not said again: nothing is started over."""
+
+ON_RECORD = ("file", "output", "override", "isolation", *STARTED_OVER)
+"""Of tlora train, those that the directory of a run has: its resolved.yaml, or its own name."""
+
+
 def command_again(context: typer.Context) -> str:
     """The command line that goes on with what this one began: the same, but nothing is started
     over."""
-    words = ["tlora", context.info_name or ""]
+    return shlex.join(["tlora", context.info_name or "", *said(context, but=STARTED_OVER)])
+
+
+def said(context: typer.Context, *, but: Collection[str]) -> list[str]:
+    """Arguments and options of the command line, all but these."""
+    words: list[str] = []
     for parameter in context.command.params:
         name, value = parameter.name or "", context.params.get(parameter.name or "")
         source = context.get_parameter_source(name)
-        if source is None or source.name != "COMMANDLINE" or name in ("fresh", "yes"):
+        if source is None or source.name != "COMMANDLINE" or name in but:
             continue
         if parameter.param_type_name == "argument":
             words.append(str(value))
@@ -44,7 +57,7 @@ def command_again(context: typer.Context) -> str:
         else:
             each = value if isinstance(value, (list, tuple)) else [value]
             words += [word for item in each for word in (parameter.opts[0], str(item))]
-    return shlex.join(words)
+    return words
 
 
 def check_adapter(directory: Path) -> None:

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora.cli.options import JobFile, Overrides, PolicyOption, ProfileOption, command_again
+from tlora.cli.options import (
+    ON_RECORD,
+    JobFile,
+    Overrides,
+    PolicyOption,
+    ProfileOption,
+    command_again,
+    said,
+)
 from tlora.cli.output import print_error
 from tlora.core.errors import SpecError
 from tlora.core.job import Isolation, RunSpec
@@ -15,6 +23,7 @@ from tlora.core.plan import Plan
 from tlora.runtime.group.launched import Started, failed_before, started_ranks
 
 if TYPE_CHECKING:
+    from tlora.runtime.elastic.roll import Again
     from tlora.runtime.training import RunResult
 
 AUTO = "auto"
@@ -75,6 +84,7 @@ def train(
     """Train the jobs of a file together. The same command again resumes."""
     # The spec first: a typo should not wait for torch.
     from tlora.config import load_spec
+    from tlora.runtime.elastic.roll import TLORA, Again, with_submitted
 
     overrides = [*(override or ()), *([f"engine.isolation={isolation}"] if isolation else ())]
     spec = load_spec(file, overrides)
@@ -86,14 +96,15 @@ def train(
     if fresh and not yes:
         ask_to_start_over(folder)
     if not fresh:
-        from tlora.runtime.elastic.roll import with_submitted
-
         # Plans are made for these, too.
         spec = with_submitted(spec, folder)
     if started is not None and started.attempt:
         _end_if_failed(failed_before(folder, [job.name for job in spec.jobs]), folder, started)
 
-    run = _Run(spec, folder, devices, fresh=fresh, profile=profile, started=started)
+    again = Again(
+        TLORA if started is None else started.launcher, tuple(said(context, but=ON_RECORD))
+    )
+    run = _Run(spec, folder, devices, fresh=fresh, profile=profile, started=started, again=again)
     if plan is not None:
         result = run.with_plan(plan)
     elif started is not None and started.ranks > 1:
@@ -101,13 +112,14 @@ def train(
     elif devices == 1:
         from tlora.runtime.training import train as train_run
 
-        result = train_run(spec, output=folder, fresh=fresh)
+        result = train_run(spec, output=folder, fresh=fresh, again=again)
     else:
         result = run.over_devices(policy)
     if result.interrupted:
         # What torchrun was told is not known here.
-        again = "the same command" if started is not None else command_again(context)
-        print_error(f"interrupted: go on from here with: {again}")
+        command = "the same command" if started is not None else command_again(context)
+        if started is None or started.speaks:
+            print_error(f"interrupted: go on from here with: {command}")
         raise typer.Exit(130)
     _end_if_failed(result.failed, folder, started)
 
@@ -122,6 +134,7 @@ class _Run:
     fresh: bool
     profile: str | None
     started: Started | None
+    again: "Again"
 
     @property
     def before(self) -> Path | None:
@@ -149,12 +162,12 @@ class _Run:
             fresh=self.fresh,
             profile=self.profile,
             policy=policy,
+            again=self.again,
         )
 
     def with_plan(self, file: Path) -> "RunResult":
         from tlora.runtime.group.choosing import check_memory, fastest_plan
         from tlora.runtime.group.plans import check_plan
-        from tlora.runtime.group.running import train_as_rank
 
         started = self.started
         ranks = started.ranks if started else self.devices
@@ -178,20 +191,35 @@ class _Run:
             check_plan(plan, self.spec, world=None if ranks == 1 else ranks)
             check_memory(self.spec, plan, **about)
         if started is not None:
+            return self._as_rank(plan, started)
+        return self._in_group(plan)
+
+    def _as_rank(self, plan: Plan, started: Started) -> "RunResult":
+        from tlora.runtime.group.as_rank import RefusedByRank0, train_as_rank
+
+        try:
             return train_as_rank(
                 self.spec,
                 output=self.folder,
                 plan=plan,
                 fresh=self.fresh,
                 attempt=started.attempt,
+                again=self.again,
             )
-        return self._in_group(plan)
+        except RefusedByRank0:
+            time.sleep(SPOKEN_S)
+            raise typer.Exit(2) from None
 
     def _in_group(self, plan: Plan) -> "RunResult":
         from tlora.runtime.group.running import train_in_group
 
         return train_in_group(
-            self.spec, output=self.folder, plan=plan, fresh=self.fresh, profile=self.profile
+            self.spec,
+            output=self.folder,
+            plan=plan,
+            fresh=self.fresh,
+            profile=self.profile,
+            again=self.again,
         )
 
 

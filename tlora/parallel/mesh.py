@@ -76,13 +76,15 @@ def link_of(local: int, gpus: int, *, ranks: int, share: bool) -> Link:
     return Link(torch.device(f"cuda:{local}"), "cuda:nccl,cpu:gloo")
 
 
-def join(*, timeout_s: float = 600.0) -> torch.device:
-    """Enter the group that the environment describes (torchrun's variables): this rank's device."""
+def join(asked: str = "auto", *, timeout_s: float = 600.0) -> torch.device:
+    """Enter the group that the environment describes (torchrun's variables): this rank's device.
+    `asked`: engine.device, by which GPUs may be left alone."""
     # Read here and nowhere else.
     local = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
     # Where nobody says how many there are, at least those up to this one.
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", local + 1))
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    may_use = torch.cuda.is_available() and not asked.startswith("cpu")
+    gpus = torch.cuda.device_count() if may_use else 0
     device, backend = link_of(local, gpus, ranks=ranks, share=shares_gpus())
     if device.type == "cuda":
         torch.cuda.set_device(device)

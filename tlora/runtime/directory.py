@@ -6,20 +6,28 @@ import fcntl
 import json
 import os
 import shutil
+import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
 
 from tlora.core.errors import SpecError
 from tlora.core.job import RUN_FILES
+from tlora.runtime.environment import own_command
 
 JOB_FILES = ("metrics.jsonl", "result.json", "checkpoints", "adapter", "best", "trackers.json")
 """What a run writes into a job's directory."""
 
 TENSORBOARD_FILES = "events.out.tfevents.*"
+
+HOLDER = ".holder.json"
+"""Who has the directory, for whoever is refused; of no meaning while nobody has it."""
+
+PATIENCE_S = 1.0
+"""So long a directory is tried for: who looks whether somebody is at work has it for a moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +67,29 @@ class RunDirectory:
         """It holds a run, finished or not."""
         return (self.root / "run.json").exists()
 
+    def take_if_there(self) -> None:
+        """Before anything in it is read: nobody else changes it from here on. One that is not there
+        is taken by `create`."""
+        if self.root.is_dir():
+            with self._usable():
+                self.take()
+
     def create(self, *, fresh: bool) -> None:
-        """Make the directory and take it; with `fresh`, clear it of an earlier run."""
+        """Make the directory and take it, unless that is done; with `fresh`, clear it of an earlier
+        run."""
         if self.root.exists() and not self.root.is_dir():
             raise SpecError(f"--output: {self.root} is a file; name a directory")
-        try:
+        with self._usable():
             self.root.mkdir(parents=True, exist_ok=True)
-            self.take()
+            if self._lock is None:
+                self.take()
             if fresh:
                 self._remove_run()
+
+    @contextlib.contextmanager
+    def _usable(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             reason = error.strerror or error
             raise SpecError(
@@ -75,18 +97,32 @@ class RunDirectory:
                 "written"
             ) from error
 
-    def take(self) -> None:
-        """Refuse to work in a directory in which another process does."""
+    def take(self, *, named: bool = True) -> None:
+        """Refuse to work in a directory in which another process does. `named`: others are told who
+        has it."""
         handle = os.open(self.root, os.O_RDONLY)
+        end = time.monotonic() + PATIENCE_S
+        while not _locks(handle):
+            if time.monotonic() > end:
+                os.close(handle)
+                raise SpecError(
+                    f"--output: another tlora is at work in {self.root}{self._holder()}; wait for "
+                    "it, or name another directory"
+                )
+            time.sleep(0.05)
+        self._lock = handle
+        if named:
+            about = {"pid": os.getpid(), "host": socket.gethostname(), "command": own_command()}
+            with contextlib.suppress(OSError):
+                self.write_json(self.root / HOLDER, about)
+
+    def _holder(self) -> str:
+        """For a person; nothing where it is not known."""
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._lock = handle
-        except BlockingIOError:
-            os.close(handle)
-            raise SpecError(
-                f"--output: another tlora is at work in {self.root}; wait for it, or name another "
-                "directory"
-            ) from None
+            about = json.loads((self.root / HOLDER).read_text(encoding="utf-8"))
+            return f" (process {about['pid']} on {about['host']}: {about['command']})"
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""
 
     def _remove_run(self) -> None:
         """What a run has written, and nothing else: a person's files may lie beside it."""
@@ -126,15 +162,30 @@ class RunDirectory:
     def write_result(self, result: JobResult) -> None:
         self.write_json(self.job(result.job) / "result.json", {"v": 1, **asdict(result)})
 
-    def close(self) -> None:
-        for file in self._open.values():
-            # A full disk was said when the line was written.
-            with contextlib.suppress(OSError):
+    def close_file(self, path: Path) -> None:
+        """One that lines are appended to; the directory stays taken."""
+        file = self._open.pop(path, None)
+        # A full disk was said when the line was written.
+        with contextlib.suppress(OSError):
+            if file is not None:
                 file.close()
-        self._open.clear()
+
+    def close(self) -> None:
+        for path in list(self._open):
+            self.close_file(path)
         if self._lock is not None:
+            with contextlib.suppress(OSError):
+                (self.root / HOLDER).unlink(missing_ok=True)
             os.close(self._lock)
             self._lock = None
+
+
+def _locks(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def remove(path: Path) -> None:

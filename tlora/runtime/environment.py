@@ -1,6 +1,8 @@
 """The one place that reads environment variables and quietens the libraries underneath."""
 
 import os
+import shlex
+import sys
 from pathlib import Path
 
 from tlora.core.errors import SpecError
@@ -37,3 +39,10 @@ def wandb_project() -> str:
 def mlflow_uri() -> str | None:
     """Where MLflow keeps the runs: MLFLOW_TRACKING_URI, if set."""
     return os.environ.get("MLFLOW_TRACKING_URI")
+
+
+def own_command() -> str:
+    """What this process was started by, as a person typed it."""
+    program = Path(sys.argv[0])
+    name = program.parent.name if program.name == "__main__.py" else program.name
+    return shlex.join([name, *sys.argv[1:]])

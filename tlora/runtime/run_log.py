@@ -285,6 +285,10 @@ def find_sessions(events: list[Record]) -> Sessions:
         elif event["kind"] in BEGINS and last is not None:
             running.append(running[-1] + last - wall[-1])
             wall.append(now)
-        # Between attaching and the first pass there is nothing to cut.
-        last = None if event["kind"] in BEGINS else now
+        if event["kind"] in BEGINS:
+            # Between attaching and the first pass there is nothing to cut.
+            last = None
+        elif last is not None or event["kind"] != "joined":
+            # A worker's first job may have come before whoever leads heard that it is there.
+            last = now
     return Sessions(wall or [0.0], running or [0.0])

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from tlora.config import dump_spec
 from tlora.control import Loop, Turn
 from tlora.control.protocols import turn_of_json
 from tlora.core.clock import WallClock
@@ -29,11 +28,10 @@ from tlora.model.loading import load_shape, resolve_device
 from tlora.model.targets import Target, find_targets
 from tlora.runtime.budget import nano_batch_tokens
 from tlora.runtime.checking import check_targets, context_length, prepare_jobs
-from tlora.runtime.data_lines import full_lines, start_lines
-from tlora.runtime.directory import JobResult, RunDirectory, replace_text
-from tlora.runtime.elastic.checking import newcomers_data
+from tlora.runtime.data_lines import start_lines
+from tlora.runtime.directory import JobResult, RunDirectory
 from tlora.runtime.elastic.desk import CANCELLED, Desk
-from tlora.runtime.elastic.roll import submitted_names, with_submitted
+from tlora.runtime.elastic.roll import Again
 from tlora.runtime.environment import quieten_libraries
 from tlora.runtime.executors.devices import DeviceExecutor
 from tlora.runtime.executors.messages import (
@@ -53,17 +51,17 @@ from tlora.runtime.executors.worker import WorkerSettings, no_result
 from tlora.runtime.exporting import export_matrices
 from tlora.runtime.interrupts import interruptible
 from tlora.runtime.live import choose_progress
+from tlora.runtime.opening import Opening, open_run
 from tlora.runtime.planning import ChosenProfile, check_policy, choose_profile
 from tlora.runtime.progress import MANY_JOBS, Progress
 from tlora.runtime.requests import request_of
-from tlora.runtime.resuming import check_same_bits, check_unchanged, finished, saved_steps
+from tlora.runtime.resuming import check_same_bits, finished, saved_steps
 from tlora.runtime.sinks import check_trackers
 from tlora.runtime.training import (
     RunResult,
     describe_run,
     leave_report,
     load_super_model,
-    proven_ranks,
     show_exact,
 )
 from tlora.schedule import Settings, make_policy
@@ -91,6 +89,7 @@ def train_on_devices(
     profile: str | None = None,
     policy: str = "tlora",
     progress: Progress | None = None,
+    again: Again | None = None,
 ) -> RunResult:
     """As `training.train`, over so many devices: GPUs where there are, one-thread processes
     otherwise."""
@@ -100,14 +99,28 @@ def train_on_devices(
     check_policy(policy)
     progress = progress or choose_progress()
     names = device_names(resolve_device(spec.engine.device), devices)
-    device = torch.device(names[0])
-    directory = RunDirectory(Path(output))
-    absent: tuple[JobSpec, ...] = ()
-    submitted: list[str] = []
-    if directory.is_run and not fresh:
-        submitted = submitted_names(directory.root)
-        spec = with_submitted(spec, directory.root)
-        absent = check_unchanged(directory, spec)
+    if again is None:
+        again = Again(options=over_devices(devices, policy=policy, profile=profile))
+    opening = open_run(spec, RunDirectory(Path(output)), fresh=fresh, again=again)
+    try:
+        return _train(opening, names, policy, profile, progress)
+    finally:
+        opening.directory.close()
+
+
+def over_devices(
+    devices: int, *, policy: str = "tlora", profile: str | None = None
+) -> tuple[str, ...]:
+    """As they are typed."""
+    words = ["--devices", str(devices)]
+    words += ["--policy", policy] if policy != "tlora" else []
+    return (*words, *(["--profile", profile] if profile is not None else []))
+
+
+def _train(
+    opening: Opening, names: list[str], policy: str, profile: str | None, progress: Progress
+) -> RunResult:
+    spec, directory, device = opening.spec, opening.directory, torch.device(names[0])
     shape = load_shape(spec.base)
     targets = find_targets(shape)
     check_targets(spec, targets)
@@ -115,27 +128,16 @@ def train_on_devices(
     budget = nano_batch_tokens(spec, device, data, shape.num_parameters())
     progress.say(*start_lines(spec.jobs, data, directory.root / "data.txt"))
     chosen = choose_profile(spec, profile, device)
-    progress.say(f"{devices} devices, policy {policy}; profile: {chosen.source}")
-    proof = proven(spec, device, data, budget, directory if not fresh else None)
+    progress.say(f"{len(names)} devices, policy {policy}; profile: {chosen.source}")
+    proof = proven(spec, device, data, budget, directory if opening.goes_on else None)
     desk: Desk | None = None
     try:
-        directory.create(fresh=fresh)
-        recorded = replace(spec, jobs=(*spec.jobs, *absent))
-        replace_text(directory.root / "resolved.yaml", dump_spec(recorded))
-        replace_text(directory.root / "data.txt", "\n".join(full_lines(data)) + "\n")
-        about = describe_run(spec, device, proof, submitted=submitted)
-        about |= {"devices": devices, "policy": policy}
-        directory.write_json(directory.root / "run.json", about)
+        opening.create()
+        about = describe_run(spec, device, proof)
+        opening.write(data, about | {"devices": len(names), "policy": policy})
         lead = Lead(spec, data, directory, progress)
         lead.begin(budget)
-        desk = Desk(
-            directory.root,
-            recorded,
-            lead.unfinished,
-            prepare=newcomers_data(spec, shape, device),
-            say=progress.say,
-            proven_ranks=proven_ranks(spec),
-        )
+        desk = opening.desk(lead.unfinished, shape, device, progress)
         lead.on_result = desk.ended
         exact = budget if spec.engine.isolation == "exact" else None
         stopped = False

@@ -2,8 +2,8 @@
 
 import platform
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -11,32 +11,33 @@ import torch
 import transformers
 
 import tlora
-from tlora.config import dump_spec
-from tlora.core.job import JobSpec, RunSpec
+from tlora.core.job import RunSpec
 from tlora.data.prepare import PreparedData
 from tlora.model.loading import load_base, load_shape, resolve_device
 from tlora.model.super_model import SuperModel
 from tlora.model.targets import find_targets
 from tlora.runtime.budget import nano_batch_tokens, room_for_tokens, tuning
 from tlora.runtime.checking import check_targets, context_length, prepare_jobs
-from tlora.runtime.data_lines import full_lines, start_lines
-from tlora.runtime.directory import JobResult, RunDirectory, replace_text
-from tlora.runtime.elastic.checking import newcomers_data
+from tlora.runtime.data_lines import start_lines
+from tlora.runtime.directory import JobResult, RunDirectory
 from tlora.runtime.elastic.desk import Desk
 from tlora.runtime.elastic.one_device import OneDevice
-from tlora.runtime.elastic.roll import submitted_names, with_submitted
+from tlora.runtime.elastic.roll import Again
 from tlora.runtime.entering import adapter_start, enter_jobs
 from tlora.runtime.environment import quieten_libraries
 from tlora.runtime.interrupts import interruptible
 from tlora.runtime.live import choose_progress
+from tlora.runtime.opening import Opening, open_run
 from tlora.runtime.progress import Progress
 from tlora.runtime.recording import Recorder
 from tlora.runtime.report import write_report
-from tlora.runtime.resuming import check_same_bits, check_unchanged
+from tlora.runtime.resuming import check_same_bits
 from tlora.runtime.sinks import Sinks, check_trackers
 from tlora.training.controller import Controller
 from tlora.training.engine import Engine
 from tlora.training.exactness import Exactness, prove_exact
+
+ON_ONE_DEVICE = Again()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +54,29 @@ class RunResult:
 
 
 def train(
-    spec: RunSpec, *, output: Path | str, fresh: bool = False, progress: Progress | None = None
+    spec: RunSpec,
+    *,
+    output: Path | str,
+    fresh: bool = False,
+    progress: Progress | None = None,
+    again: Again = ON_ONE_DEVICE,
 ) -> RunResult:
     """Train every job of the spec, going on where an earlier run in `output` stopped. Raises for
     what is wrong before training starts; afterwards a job that fails is a result, and the others
-    go on."""
+    go on. `again`: what the command that goes on with the run is to say."""
     quieten_libraries()
     check_trackers(spec.report_to)
     progress = progress or choose_progress()
     device = resolve_device(spec.engine.device)
-    directory = RunDirectory(Path(output))
-    absent: tuple[JobSpec, ...] = ()
-    submitted: list[str] = []
-    if directory.is_run and not fresh:
-        submitted = submitted_names(directory.root)
-        spec = with_submitted(spec, directory.root)
-        absent = check_unchanged(directory, spec)
+    opening = open_run(spec, RunDirectory(Path(output)), fresh=fresh, again=again)
+    try:
+        return _train(opening, device, progress)
+    finally:
+        opening.directory.close()
+
+
+def _train(opening: Opening, device: torch.device, progress: Progress) -> RunResult:
+    spec, directory = opening.spec, opening.directory
     shape = load_shape(spec.base)
     check_targets(spec, find_targets(shape))
     data = prepare_jobs(spec, limit=context_length(shape.config))
@@ -78,7 +86,7 @@ def train(
     proof = None
     if spec.engine.isolation == "exact":
         proof = show_exact(model, spec, data, budget)
-        if directory.is_run and not fresh:
+        if opening.goes_on:
             check_same_bits(directory.root, describe_run(spec, device, proof))
         progress.say(proof.line)
     starts = {job.name: adapter_start(job, model) for job in spec.jobs}
@@ -95,24 +103,12 @@ def train(
     recorder.data_keys = {name: prepared.key for name, prepared in data.items()}
     desk: Desk | None = None
     try:
-        directory.create(fresh=fresh)
-        # Jobs of an earlier command that this one leaves out keep their settings on record.
-        recorded = replace(spec, jobs=(*spec.jobs, *absent))
-        replace_text(directory.root / "resolved.yaml", dump_spec(recorded))
-        replace_text(directory.root / "data.txt", "\n".join(full_lines(data)) + "\n")
-        about = describe_run(spec, device, proof, submitted=submitted)
-        directory.write_json(directory.root / "run.json", about)
+        opening.create()
+        opening.write(data, describe_run(spec, device, proof))
         drivers = enter_jobs(spec, data, starts, recorder)
         recorder.start(drivers, tuned)
         floor = OneDevice(recorder, drivers)
-        desk = Desk(
-            directory.root,
-            recorded,
-            floor.drivers,
-            prepare=newcomers_data(spec, shape, device),
-            say=progress.say,
-            proven_ranks=proven_ranks(spec),
-        )
+        desk = opening.desk(floor.drivers, shape, device, progress)
         recorder.on_result = desk.ended
         with interruptible(on_first=progress.on_interrupt) as interrupt:
             try:
@@ -174,25 +170,11 @@ def show_exact(
     )
 
 
-def proven_ranks(spec: RunSpec) -> frozenset[int] | None:
-    """Those that exact isolation is shown for; None where bits do not count."""
-    exact = spec.engine.isolation == "exact"
-    return frozenset(job.lora.r for job in spec.jobs) if exact else None
-
-
-def describe_run(
-    spec: RunSpec,
-    device: torch.device,
-    proof: Exactness | None,
-    *,
-    submitted: Sequence[str] = (),
-) -> dict[str, object]:
-    """`submitted`: those of its jobs that joined the run later, and need not be in its file."""
+def describe_run(spec: RunSpec, device: torch.device, proof: Exactness | None) -> dict[str, object]:
     return {
         "v": 1,
         "base": spec.base.model,
         "jobs": [job.name for job in spec.jobs],
-        "submitted": list(submitted),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "isolation": spec.engine.isolation,
         "exact": asdict(proof) if proof else None,

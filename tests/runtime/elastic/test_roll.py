@@ -1,6 +1,7 @@
 """Which jobs a run has, and which may join it."""
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tlora.config import dump_spec, load_spec
 from tlora.core.errors import SpecError
 from tlora.core.job import RunSpec
 from tlora.runtime.elastic.roll import (
+    Again,
     check_proven,
     command_to_go_on,
     enrol,
@@ -76,10 +78,11 @@ def test_what_was_submitted_belongs_to_the_run_from_then_on(spec: RunSpec, tmp_p
 
 
 def test_the_command_that_goes_on_with_a_run_is_one_that_can_be_typed(tmp_path: Path) -> None:
-    """Its own record is a job file; as many devices as before."""
+    """Its own record is a job file; by whom it was started, and with what."""
     root = tmp_path / "my run"
     root.mkdir()
-    (root / "run.json").write_text(json.dumps({"devices": 2}))
-    assert command_to_go_on(root) == (
-        f"tlora train '{root}/resolved.yaml' --output '{root}' --devices 2"
-    )
+    torchrun = ("torchrun", "--nproc-per-node", "2", "-m", "tlora")
+    for again in (Again(), Again(torchrun, ("--plan", "my plan.yaml"))):
+        (root / "run.json").write_text(json.dumps(again.as_json()))
+        words = ["train", f"{root}/resolved.yaml", "--output", str(root)]
+        assert shlex.split(command_to_go_on(root)) == [*again.launcher, *words, *again.options]

@@ -1,9 +1,10 @@
 """Somebody submits jobs to a run that ends meanwhile: what is said agrees with what is on disk."""
 
 import json
+import re
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from tlora.core.errors import SpecError
 from tlora.core.job import RunSpec
 from tlora.runtime.directory import RunDirectory
 from tlora.runtime.elastic import asking
-from tlora.runtime.elastic.roll import enrol
+from tlora.runtime.elastic.roll import command_to_go_on, enrol
+from tlora.runtime.executors.worker import no_result
 from tlora.store.requests import Requests
 
 
@@ -56,8 +58,9 @@ def ending(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Endin
 
 
 def test_what_a_run_did_not_look_at_is_withdrawn(ending: Ending) -> None:
-    """And refused."""
-    with pytest.raises(SpecError, match="nobody is at work"):
+    """And refused, with the command that goes on with the run."""
+    again = re.escape(command_to_go_on(ending.root))
+    with pytest.raises(SpecError, match=f"nobody is at work in .*; go on with it by {again}, and"):
         ending.submit()
     assert answers(ending.root) == [asking.WITHDRAWN]
 
@@ -97,3 +100,13 @@ def test_another_who_submits_is_not_taken_for_the_run(ending: Ending) -> None:
     ending.last = lambda number: (ending.directory.close(), other.take())
     assert "the run is busy" in ending.submit()
     other.close()
+
+
+def test_of_a_run_that_is_over_nobody_is_sent_to_go_on_with_it(ending: Ending) -> None:
+    """It would end at once, and take nothing in."""
+    (ending.root / "a").mkdir()
+    result = replace(no_result("a", ""), status="completed")
+    (ending.root / "a" / "result.json").write_text(json.dumps({"v": 1, **asdict(result)}))
+    with pytest.raises(SpecError, match="its jobs are over; train these with tlora train"):
+        ending.submit()
+    assert answers(ending.root) == [asking.WITHDRAWN]

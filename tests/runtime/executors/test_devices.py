@@ -189,6 +189,21 @@ def test_a_job_that_loses_its_devices_all_alone_fails() -> None:
     assert [event.kind for event in world.say(1, Lost("x"))] == ["gpu_failure"]
 
 
+def test_nothing_is_held_against_a_job_that_a_person_has_go_on() -> None:
+    """It lost two devices and failed; another one lost does not fail it at once."""
+    world = World("a", devices=1)
+    failed: list[bool] = []
+    for _ in range(2):
+        world.start("g", 0, "a")
+        failed.append(isinstance(world.say(0, Lost("killed"))[-1], JobFailure))
+        world.say(0, Ready(1.0))
+    assert failed == [False, True]
+    world.executor.add(request("a", steps=10))
+    assert [event.kind for event in world.executor.wait(1.0)] == ["arrival"]
+    world.start("g", 0, "a")
+    assert [event.kind for event in world.say(0, Lost("killed"))] == ["gpu_failure"]
+
+
 def test_when_no_device_comes_back_the_jobs_fail() -> None:
     """Rather than wait for ever."""
     world = World("a", "b", devices=1)

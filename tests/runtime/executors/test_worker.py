@@ -5,6 +5,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+from tlora.runtime import saving
 from tlora.runtime.executors.messages import (
     Attach,
     Attached,
@@ -92,6 +93,52 @@ def test_a_job_that_is_over_or_cannot_come_says_so(new_run) -> None:
     assert isinstance(told[-1], Ended)
     assert told[-1].result["status"] == "completed"
     assert json.loads((root / "b" / "result.json").read_text())["status"] == "failed"
+
+
+def test_a_job_that_cannot_be_saved_does_not_leave(new_run, monkeypatch) -> None:
+    """It would go on elsewhere from an older step, or anew: it stops where it is, with the cause.
+    Its neighbour, whose checkpoint fails meanwhile, stops too; with room again both go on."""
+
+    def full(parent: Path, job: str, checkpoint) -> None:
+        raise OSError(28, "No space left on device")
+
+    _, root = new_run("a", "b", max_steps=6)
+    worker, told = new_worker(root)
+    for job in ("a", "b"):
+        worker.obey(Attach(job, 1.0, BUCKET))
+    worker.work(lambda: sum(isinstance(each, Stepped) for each in told) >= 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "save_checkpoint", full)
+        worker.recorder.checkpoint(worker.drivers["b"])
+        worker.obey(Detach("a"))
+        worker.work(lambda: False)
+    assert not any(isinstance(each, Detached) for each in told)
+    ended = {each.job: each.result for each in told if isinstance(each, Ended)}
+    assert {job: result["status"] for job, result in ended.items()} == dict.fromkeys("ab", "paused")
+    assert all("No space left on device" in result["reason"] for result in ended.values())
+    for job in "ab":
+        worker.obey(Attach(job, 1.0, BUCKET))
+    worker.work(lambda: False)
+    ended = {each.job: each.result for each in told if isinstance(each, Ended)}
+    assert {result["status"] for result in ended.values()} == {"completed"}
+
+
+def test_a_job_that_cannot_come_takes_nobody_with_it_on_a_full_disk(new_run, monkeypatch) -> None:
+    """Its result cannot be written either; whoever leads hears of it, and the others train."""
+
+    def full(*about) -> None:
+        raise OSError(28, "No space left on device")
+
+    spec, root = new_run("a", "b")
+    worker, told = new_worker(root)
+    worker.obey(Attach("a", 1.0, BUCKET))
+    Path(spec.jobs[1].data.paths[0]).write_text("{}\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(worker.directory, "write_result", full)
+        worker.obey(Attach("b", 1.0, BUCKET))
+    assert isinstance(told[-1], Ended) and told[-1].job == "b"
+    worker.work(lambda: False)
+    assert {each.job for each in told if isinstance(each, Ended)} == {"a", "b"}
 
 
 def test_weights_and_sizes_change_while_jobs_train(new_run) -> None:

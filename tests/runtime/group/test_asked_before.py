@@ -3,6 +3,8 @@ that was lost is followed by another one. No process is started here."""
 
 import io
 import json
+import os
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,20 +16,23 @@ from support.asking import answers, put, submission
 from support.runs import job_file
 
 from tlora.config import dump_spec, load_spec
+from tlora.core.errors import SpecError
 from tlora.core.job import RunSpec
 from tlora.core.plan import Plan
+from tlora.costs.plans import PlanPrice
 from tlora.data.prepare import Preparer
 from tlora.model.loading import load_tokenizer
 from tlora.parallel.counting import Counts
 from tlora.runtime.checking import prepare_jobs
 from tlora.runtime.directory import RunDirectory
-from tlora.runtime.elastic.roll import enrol
+from tlora.runtime.elastic.roll import Again, enrol
 from tlora.runtime.executors.messages import Ended
 from tlora.runtime.executors.worker import no_result
-from tlora.runtime.group import rank, running
+from tlora.runtime.group import as_rank, rank, running
 from tlora.runtime.group.choosing import fastest_plan
 from tlora.runtime.group.rank import Member
 from tlora.runtime.group.running import train_in_group
+from tlora.runtime.group.whole import Whole
 from tlora.runtime.progress import ProgressLines
 from tlora.runtime.resuming import Resumption
 from tlora.runtime.scheduled import Lead
@@ -95,11 +100,18 @@ def test_a_job_whose_adapter_cannot_be_exported_leaves_from_its_rank(
     assert begun == [["one", "two", "-two"]]
 
 
+def alone(monkeypatch: pytest.MonkeyPatch, run_rank: Callable[..., object]) -> None:
+    """One rank after another: nobody waits for the others."""
+    monkeypatch.setattr(as_rank, "run_rank", run_rank)
+    monkeypatch.setattr(as_rank, "tell_all", lambda said: said)
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+
+
 def started_outside(spec: RunSpec, root: Path, number: int) -> RunResult:
     """A rank of a group that somebody else has started; the others come after it."""
     progress = ProgressLines(io.StringIO())
-    whole = running._Whole(spec, LOCAL, root, progress, leads=number == 0)
-    return running._train_as_rank(whole, number, fresh=False)
+    whole = Whole(spec, LOCAL, root, progress, leads=number == 0)
+    return as_rank.train_together(whole, number, fresh=False, again=Again())
 
 
 def test_ranks_from_outside_take_up_what_was_asked_while_nothing_ran(
@@ -110,14 +122,28 @@ def test_ranks_from_outside_take_up_what_was_asked_while_nothing_ran(
     end(tmp_path, first, "completed")
     put(tmp_path, ("submit", "", submission(second)))
     trained: list[list[str]] = []
-    monkeypatch.setattr(rank, "run_rank", lambda root, plan, jobs, *_, **__: trained.append(jobs))
-    monkeypatch.setattr(dist, "barrier", lambda: None)
+    alone(monkeypatch, lambda root, plan, jobs, *_, **__: trained.append(jobs))
     for number in (0, 1):
         started_outside(first, tmp_path, number)
     assert trained == [["two"], ["two"]]
     assert answers(tmp_path) == ["at work: two"]
     end(tmp_path, second, "failed")
     assert started_outside(first, tmp_path, 1).failed == ["two"]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_ranks_from_outside_are_refused_together(
+    number: int, spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 says who is at work there; the others do not wait for it until they are lost."""
+    alone(monkeypatch, lambda *_, **__: pytest.fail("it trains"))
+    monkeypatch.setattr(as_rank, "tell_all", lambda said: True)
+    other = RunDirectory(tmp_path)
+    other.take()
+    with pytest.raises(SpecError if number == 0 else as_rank.RefusedByRank0) as refused:
+        started_outside(spec, tmp_path, number)
+    assert ("another tlora is at work" in str(refused.value)) == (number == 0)
+    other.close()
 
 
 def test_a_rank_that_does_not_lead_knows_of_jobs_that_joined_meanwhile(
@@ -131,17 +157,59 @@ def test_a_rank_that_does_not_lead_knows_of_jobs_that_joined_meanwhile(
         end(root, first, "completed")
         end(root, second, "failed")
 
-    monkeypatch.setattr(rank, "run_rank", run_rank)
-    monkeypatch.setattr(dist, "barrier", lambda: None)
+    alone(monkeypatch, run_rank)
     assert started_outside(first, tmp_path, 1).failed == ["two"]
 
 
-def test_a_plan_is_chosen_for_jobs_that_are_over_too(spec: RunSpec, tmp_path: Path) -> None:
-    """Somebody may have asked for one of them again; nothing is said of it."""
+def test_a_plan_is_chosen_for_jobs_that_are_over_too(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody may have asked for one of them again; nothing is said of it, and nothing refused
+    where nothing fits."""
     expected = fastest_plan(spec, 2, use_all=True)
-    end(tmp_path, spec, "completed")
-    found = fastest_plan(spec, 2, use_all=True, output=tmp_path)
+    root = tmp_path / "run"
+    end(root, spec, "completed")
+    found = fastest_plan(spec, 2, use_all=True, output=root)
     assert found.plan == expected.plan and found.sentence == ""
+    monkeypatch.setattr(PlanPrice, "fits", False)
+    with pytest.raises(SpecError, match="nothing fits"):
+        fastest_plan(spec, 2, use_all=True)
+    found = fastest_plan(spec, 2, use_all=True, output=root)
+    assert found.plan is not None and found.plan.gpus == 2
+
+
+def test_ranks_from_outside_train_what_came_as_they_ended(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody heard of it in the last turn: it is not left for the next start."""
+    first, second = (replace(spec, jobs=(job,)) for job in spec.jobs)
+    trained: list[list[str]] = []
+
+    def run_rank(root, plan, jobs, *_, **__) -> None:
+        trained.append(jobs)
+        end(root, first if jobs == ["one"] else second, "completed")
+        if jobs == ["one"]:
+            put(root, ("submit", "", submission(second)))
+
+    alone(monkeypatch, run_rank)
+    result = started_outside(first, tmp_path, 0)
+    assert trained == [["one"], ["two"]] and answers(tmp_path) == ["at work: two"]
+    assert not result.interrupted and result.jobs["two"].status == "completed"
+
+
+def test_a_group_that_is_refused_leaves_the_files_of_whoever_is_at_work(
+    spec: RunSpec, tmp_path: Path, begun: list[list[str]]
+) -> None:
+    """What that group has recorded is its own."""
+    train_in_group(spec, output=tmp_path, plan=LOCAL)
+    before = (tmp_path / "group.json").read_text()
+    other = RunDirectory(tmp_path)
+    other.take()
+    wider = replace(LOCAL, replicas=3)
+    with pytest.raises(SpecError, match=rf"another tlora is at work .* \(process {os.getpid()} "):
+        train_in_group(spec, output=tmp_path, plan=wider)
+    other.close()
+    assert (tmp_path / "group.json").read_text() == before
 
 
 def member(spec: RunSpec, root: Path, plan: Plan) -> tuple[Member, list[str], list[str]]:

@@ -1,7 +1,6 @@
 """What people ask of a run of `tlora train` from another process, through its store."""
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -10,14 +9,12 @@ from tlora.config import load_spec
 from tlora.config.dumping import resolved
 from tlora.core.errors import SpecError
 from tlora.core.job import JobSpec, RunSpec
-from tlora.runtime.asking import POLL_S, is_at_work, put_and_wait, read_answer
+from tlora.runtime.asking import is_at_work, put_and_wait, read_answer
 from tlora.runtime.directory import RunDirectory
 from tlora.runtime.elastic.roll import command_to_go_on, newcomers
+from tlora.runtime.elastic.standing import standings, state_of
 from tlora.runtime.run_log import read_about, read_spec
 from tlora.store.requests import Requests
-
-LOCK_S = 1.0
-"""So long the lock of a run's directory is tried for."""
 
 WITHDRAWN = "withdrawn: nobody was at work"
 
@@ -104,6 +101,11 @@ def check_not_over(root: Path, job: str, kind: str) -> None:
 
 
 def nobody_at_work(root: Path) -> SpecError:
+    if state_of(standings(root, at_work=False), at_work=False) == "over":
+        return SpecError(
+            f"nobody is at work in {root}, and its jobs are over; train these with tlora train and "
+            f"--output {root} to have them there too, or in a run of their own"
+        )
     return SpecError(
         f"nobody is at work in {root}; go on with it by {command_to_go_on(root)}, and submit then, "
         "or train these jobs in a run of their own"
@@ -114,7 +116,9 @@ def _withdraw(requests: Requests, root: Path, number: int, new: tuple[JobSpec, .
     """If the run has ended without a look at it. Under its lock, so that nobody takes it up
     meanwhile."""
     directory = RunDirectory(root)
-    if not _take(directory):
+    try:
+        directory.take(named=False)
+    except SpecError:
         return "held"
     try:
         known = {job.name for job in load_spec(root / "resolved.yaml").jobs}
@@ -123,20 +127,6 @@ def _withdraw(requests: Requests, root: Path, number: int, new: tuple[JobSpec, .
         return "withdrawn" if requests.answer(number, WITHDRAWN) else "kept"
     finally:
         directory.close()
-
-
-def _take(directory: RunDirectory) -> bool:
-    """Others who submit hold the lock too, for a moment each; whoever trains keeps it."""
-    end = time.monotonic() + LOCK_S
-    while True:
-        try:
-            directory.take()
-        except SpecError:
-            if time.monotonic() > end:
-                return False
-            time.sleep(POLL_S)
-        else:
-            return True
 
 
 def _check(spec: RunSpec) -> None:

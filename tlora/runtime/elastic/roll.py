@@ -8,7 +8,7 @@ the end of the page. No torch.
 import json
 import shlex
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,21 @@ from tlora.config import changed_fields, dump_spec, load_spec
 from tlora.core.errors import SpecError
 from tlora.core.job import BaseSpec, JobSpec, RunSpec
 from tlora.runtime.directory import replace_text
+
+TLORA = ("tlora",)
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """What a run was started with beyond its resolved.yaml, which has its jobs and its engine: what
+    the command that goes on with it says again."""
+
+    launcher: tuple[str, ...] = TLORA
+    options: tuple[str, ...] = ()
+    """Of tlora train."""
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
 
 
 def newcomers(run: RunSpec, asked: RunSpec, *, root: Path) -> tuple[JobSpec, ...]:
@@ -109,6 +124,7 @@ def read_about(root: Path) -> dict[str, Any]:
 
 def command_to_go_on(root: Path) -> str:
     """One that goes on with the run as it was: its resolved.yaml is a job file."""
-    devices = int(read_about(root).get("devices", 1))
-    words = ["tlora", "train", str(root / "resolved.yaml"), "--output", str(root)]
-    return shlex.join(words + (["--devices", str(devices)] if devices > 1 else []))
+    about = read_about(root)
+    again = Again(tuple(about.get("launcher", TLORA)), tuple(about.get("options", ())))
+    words = ["train", str(root / "resolved.yaml"), "--output", str(root)]
+    return shlex.join([*again.launcher, *words, *again.options])

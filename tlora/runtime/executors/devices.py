@@ -204,7 +204,8 @@ class DeviceExecutor:
                 self._on_failure(job, str(reasons))
 
     def add(self, request: JobRequest) -> None:
-        """A job that comes later, or again."""
+        """A job that comes later, or again: nothing is held against it."""
+        self._suspicion.pop(request.name, None)
         self._coming.append(request)
         self._coming.sort(key=lambda each: each.arrival_s)
 

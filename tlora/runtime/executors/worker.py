@@ -7,6 +7,7 @@ scheduler, so that a job that moved looks like one that stayed.
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -216,7 +217,9 @@ class Worker:
             self._tell_ends()
             return
         result = no_result(job.name, reason)
-        self.directory.write_result(result)
+        # On a full disk whoever leads the run says so.
+        with suppress(OSError):
+            self.directory.write_result(result)
         self.tell(Ended(job.name, asdict(result)))
 
     def _detach(self, name: str) -> None:
@@ -228,7 +231,13 @@ class Worker:
             self._tell_ends()
             self.tell(Detached(name, None, 0.0))
             return
-        self.recorder.save([driver])
+        self._save([driver])
+        if driver.status is not Status.RUNNING:
+            # It would go on elsewhere from an older step, or from none: it stops here.
+            self.recorder.on_end(driver)
+            self.engine.detach(name)
+            self._tell_ends()
+            return
         self.engine.detach(name)
         self.recorder.sinks.close(name, "moved")
         self.directory.event("detached", job=name, step=driver.step)
@@ -259,7 +268,12 @@ class Worker:
 
     def _tell_ends(self) -> None:
         """A recorder may tell of a job's end when its files are on disk: wait for them."""
-        self.recorder.save([])
+        self._save([])
+
+    def _save(self, drivers: list[JobDriver]) -> None:
+        """Whoever cannot be saved stops where it is, one of the others too."""
+        for failure in self.recorder.save(drivers):
+            self.recorder.pause(failure)
 
     def _job(self, name: str) -> JobSpec:
         """Jobs may have been added to the run since this worker began."""

@@ -62,9 +62,10 @@ def fastest_plan(
     """Of the jobs as one group; the same on every rank that asks."""
     ground = ground_of(spec, output=output, profile=profile)
     if ground is None:
-        # Nothing is left to be trained, unless somebody has asked for a job again: for any of them.
-        everything = fastest_plan(spec, ranks, profile=profile, per_node=per_node, use_all=use_all)
-        return replace(everything, sentence="")
+        # Nothing is left to be trained, unless somebody has asked for a job again: for any of them,
+        # and no reason to refuse anything.
+        planner = look_into(spec, profile=profile).planner(ranks, per_node=per_node or ranks)
+        return Way(planner.choose(ranks, use_all=use_all).candidates[0].plan, "")
     planner = ground.planner(ranks, per_node=per_node or ranks)
     return _with_source(ways.group_plan(planner, ranks, use_all=use_all), ground)
 

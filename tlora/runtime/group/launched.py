@@ -21,6 +21,13 @@ class Started:
     def speaks(self) -> bool:
         return self.rank == 0
 
+    @property
+    def launcher(self) -> tuple[str, ...]:
+        """What comes before tlora's own words; where nodes meet is not known here."""
+        nodes = self.ranks // self.per_node
+        over = ("--nnodes", str(nodes), "...") if nodes > 1 else ()
+        return ("torchrun", "--nproc-per-node", str(self.per_node), *over, "-m", "tlora")
+
 
 def started_ranks() -> Started | None:
     """By torchrun's own variables; None for a process that stands for itself."""

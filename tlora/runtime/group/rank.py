@@ -8,6 +8,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -83,9 +84,9 @@ def run_rank(
     `inbox`: what the group is asked meanwhile, jobs to admit and to give up, by rank 0 alone."""
     quieten_libraries()
     started = time.perf_counter()
-    device = join()
-    check_runs(plan, dist.get_world_size())
     spec = load_spec(directory / "resolved.yaml")
+    device = join(spec.engine.device)
+    check_runs(plan, dist.get_world_size())
     member = Member(spec, plan, jobs, directory, device, tell, inbox)
     tell(Ready(time.perf_counter() - started))
     try:
@@ -366,7 +367,9 @@ class Member:
         if problems:
             if self.rank == 0:
                 result = no_result(name, problems[0])
-                self.directory.write_result(result)
+                # On a full disk whoever leads the run says so.
+                with suppress(OSError):
+                    self.directory.write_result(result)
                 self.tell(Ended(name, asdict(result)))
             return
         if not spans(self.plan, name):

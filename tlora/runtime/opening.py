@@ -1,0 +1,109 @@
+"""How a run begins or goes on, wherever it trains: its directory is taken before anything in it is
+read, so that nothing joins the run unseen, and written once all is checked."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from tlora.config import dump_spec
+from tlora.core.errors import SpecError
+from tlora.core.job import JobSpec, RunSpec
+from tlora.data.prepare import PreparedData
+from tlora.runtime.data_lines import full_lines
+from tlora.runtime.directory import RunDirectory, replace_text
+from tlora.runtime.elastic.checking import newcomers_data
+from tlora.runtime.elastic.desk import Desk
+from tlora.runtime.elastic.roll import Again, submitted_names, with_submitted
+from tlora.runtime.progress import Progress
+from tlora.runtime.resuming import check_unchanged
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Whoever has one closes its directory."""
+
+    directory: RunDirectory
+    spec: RunSpec
+    """The jobs of the file, and after them those that were submitted to the run."""
+
+    again: Again
+    fresh: bool
+    goes_on: bool
+    """There is a run, and it is not started over."""
+
+    absent: tuple[JobSpec, ...] = ()
+    """Jobs of an earlier command that this one leaves out: they keep their settings on record."""
+
+    submitted: tuple[str, ...] = ()
+
+    @property
+    def root(self) -> Path:
+        return self.directory.root
+
+    @property
+    def recorded(self) -> RunSpec:
+        return replace(self.spec, jobs=(*self.spec.jobs, *self.absent))
+
+    def create(self) -> None:
+        self.directory.create(fresh=self.fresh)
+        if self.directory.is_run and not (self.goes_on or self.fresh):
+            # It was not there to be taken before.
+            raise SpecError(
+                f"--output: another tlora has begun a run in {self.root} meanwhile; give the same "
+                "command again to go on with it, or name another directory"
+            )
+
+    def write(self, data: Mapping[str, PreparedData], about: dict[str, object]) -> None:
+        """What the run is. `about` is for its run.json."""
+        replace_text(self.root / "resolved.yaml", dump_spec(self.recorded))
+        replace_text(self.root / "data.txt", "\n".join(full_lines(data)) + "\n")
+        about |= {"submitted": list(self.submitted), **self.again.as_json()}
+        self.directory.write_json(self.root / "run.json", about)
+
+    def desk(
+        self,
+        running: Iterable[str],
+        shape: PreTrainedModel,
+        device: torch.device,
+        progress: Progress,
+    ) -> Desk:
+        """Where the run is asked for more; `running` are the jobs that it has to train."""
+        return Desk(
+            self.root,
+            self.recorded,
+            running,
+            prepare=newcomers_data(self.spec, shape, device),
+            say=progress.say,
+            proven_ranks=proven_ranks(self.spec),
+        )
+
+
+def open_run(spec: RunSpec, directory: RunDirectory, *, fresh: bool, again: Again) -> Opening:
+    """Raises SpecError if somebody else is at work there, or if this is not the same run. Then, and
+    only then, the directory is closed."""
+    try:
+        directory.take_if_there()
+        if fresh or not directory.is_run:
+            return Opening(directory, spec, again, fresh, goes_on=False)
+        spec = with_submitted(spec, directory.root)
+        return Opening(
+            directory,
+            spec,
+            again,
+            fresh,
+            goes_on=True,
+            absent=check_unchanged(directory, spec),
+            submitted=tuple(submitted_names(directory.root)),
+        )
+    except BaseException:
+        directory.close()
+        raise
+
+
+def proven_ranks(spec: RunSpec) -> frozenset[int] | None:
+    """Those that exact isolation is shown for; None where bits do not count."""
+    exact = spec.engine.isolation == "exact"
+    return frozenset(job.lora.r for job in spec.jobs) if exact else None
