@@ -219,6 +219,43 @@ def test_an_adapter_is_checked_through_layers_that_are_not_compiled(
     assert graphs_compiled() == before
 
 
+class Given:
+    """Graphs that capture nothing, and note for which shapes that was given up."""
+
+    def __init__(self, model: SuperModel) -> None:
+        self.model = model
+        self.given_up: list[object] = []
+
+    def begin(self) -> None: ...
+
+    def hidden(self, batch: PackedBatch, key: object) -> torch.Tensor:
+        assert self.model._head is not None
+        return self.model._head.hidden(batch.input_ids, batch.position_ids)
+
+    def give_up(self, key: object) -> None:
+        self.given_up.append(key)
+
+
+def test_a_look_in_float32_keeps_no_shape_from_being_captured(
+    on_any_device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention in float32 asks for the lengths of sequences, and no graph can. Training in
+    bfloat16 does not; where it does, it is given up."""
+    served = {torch.bfloat16}
+    monkeypatch.setattr(routing, "supports", lambda query, softcap: query.dtype in served)
+    monkeypatch.setattr(routing.Routing, "shape", property(lambda self: ("a shape",)))
+    model = SuperModel(tiny_llama().bfloat16())
+    attach(model, "a", 4)
+    graphs = model._graphs = Given(model)
+    ids = np.arange(1, 20)
+    exporting.look(model, spec("a", 4), TokenSequence(ids, ids)).result()
+    step(model, 32, 0)
+    assert not graphs.given_up
+    served.clear()
+    step(model, 32, 0)
+    assert len(graphs.given_up) == 1
+
+
 def test_an_engine_goes_on_where_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without a compiler: the first nano-batch is told as an error and run again, and
     every step is that of a plain run."""

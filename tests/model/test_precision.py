@@ -7,7 +7,7 @@ from support.tiny import tiny_llama
 
 from tlora.core.job import DataSpec, JobSpec, LoraSpec, TrainSpec
 from tlora.core.sequence import TokenSequence
-from tlora.model import super_model
+from tlora.model import linear
 from tlora.model.super_model import SuperModel
 from tlora.runtime import exporting
 
@@ -15,7 +15,7 @@ from tlora.runtime import exporting
 def test_an_adapter_is_checked_by_its_own_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where kernels read a copy in half precision the logits are still those of the matrices, which
     are what is written; afterwards kernels have their copies back."""
-    monkeypatch.setattr(super_model, "operand_dtype", lambda *_: torch.bfloat16)
+    monkeypatch.setattr(linear, "operand_dtype", lambda *_: torch.bfloat16)
     model = SuperModel(tiny_llama().bfloat16())
     job = JobSpec(name="a", data=DataSpec(path="none"), lora=LoraSpec(r=4), train=TrainSpec())
     weights = model.new_adapter(job)

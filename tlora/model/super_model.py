@@ -299,6 +299,8 @@ class SuperModel:
         if shape is None:
             return head.hidden(batch.input_ids, batch.position_ids)
         key = (torch.is_grad_enabled(), self._known_growths, *shape)
+        # A look in another format may have needed the lengths; does this?
+        self.routing.depends_on_lengths = False
         hidden = self._graphs.hidden(batch, key)
         if self.routing.depends_on_lengths:
             self._graphs.give_up(key)
@@ -328,8 +330,6 @@ class SuperModel:
         separate_sequences(self.model, self.routing)
         check_packing(self.model, self._probe_logits, own)
         self._head = self._probe_head()
-        # The probe also runs in formats that need the lengths.
-        self.routing.depends_on_lengths = False
 
     def _compile_layers(self) -> None:
         self.routing.compiled = compile_layers(self.model) > 0

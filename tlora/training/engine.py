@@ -267,8 +267,11 @@ class Engine:
 
     def _compose(self) -> Composition | None:
         budget, waiting = self._sizing.renew(), self._waiting()
-        buckets = self._sizing.buckets(budget)
+        buckets = self._buckets(budget)
         return compose(waiting, budget=budget, buckets=buckets, in_order=self.exact)
+
+    def _buckets(self, budget: int) -> tuple[int, ...]:
+        return self._sizing.buckets(budget)
 
     def _launch(self, launched: InFlight, composition: Composition) -> None:
         """Forward, and for training backward."""

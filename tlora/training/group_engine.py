@@ -242,7 +242,7 @@ class GroupEngine(Engine):
             kind = _pass_of(each.kind)
             rows[kind] += sum(each.lengths)
         sizes = [
-            bucket_of(min(tokens, budget), budget, self._sizing.buckets(budget)) if tokens else 0
+            bucket_of(min(tokens, budget), budget, self._buckets(budget)) if tokens else 0
             for tokens in (rows[Pass.FORWARD], rows[Pass.TRAIN])
         ]
         return sizes[0], sizes[1]

@@ -58,6 +58,22 @@ def test_a_nano_batch_runs_as_it_was_planned(rig: Rig, monkeypatch) -> None:
     assert not rig.engine.has_work()
 
 
+def test_a_nano_batch_that_is_nearly_empty_has_its_rows_too(rig: Rig, monkeypatch) -> None:
+    """In a run it would be padded to fewer."""
+    rows = []
+    original = Engine.run_nano_batch
+
+    def watched(engine: Engine):
+        outcome = original(engine)
+        rows.append(outcome.rows)
+        return outcome
+
+    monkeypatch.setattr(Engine, "run_nano_batch", watched)
+    plan = Plan(512, (40,), SMALL, heldout=False)
+    rig.visit(plan)
+    assert rows[0] == rig.shape_of(plan).rows == 512
+
+
 def test_the_bare_job_is_nearly_the_frozen_backbone(rig: Rig) -> None:
     """It adapts one linear out of all."""
     (segment,) = rig.shape_of(PLANS[2]).segments
