@@ -102,6 +102,8 @@ def serve(rank: int, port: int, steps: int, repeats: int) -> None:
         for name, (jobs, plans) in CASES.items()
     }
     print(json.dumps(told), flush=True)
+    # Nobody leaves while another still talks.
+    dist.barrier()
     dist.destroy_process_group()
 
 
