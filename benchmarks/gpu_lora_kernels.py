@@ -81,6 +81,9 @@ class Candidate:
     block: int = 0
     """Tokens of a block of `shrink`."""
 
+    span: int = 0
+    """Features of dB that a program of a short job walks."""
+
     core: bool = False
     """Timed for every model; the rest for the first only."""
 
@@ -90,6 +93,8 @@ class Candidate:
             tiles = replace(tiles, chunk_tokens=self.chunk, expand_tokens=self.chunk)
         if self.block:
             tiles = replace(tiles, shrink_tokens=self.block)
+        if self.span:
+            tiles = replace(tiles, short_span=self.span)
         return replace(tiles, stack_rank=self.stack) if self.stack else tiles
 
 
@@ -112,6 +117,7 @@ def candidates(kernel: str, num_tokens: int) -> list[Candidate]:
     other = 256 if num_tokens <= 2048 else 512
     expand = settings.expand_tokens(num_tokens)
     few = {"turned": 64, "registers": 128}
+    short = {"turned": 64, "short": 64, "short_stages": 3}
     lists = {
         "reduce_b": [
             c("one program per item", t(128, 256, 8, 2, 0), core=True),
@@ -119,6 +125,12 @@ def candidates(kernel: str, num_tokens: int) -> list[Candidate]:
             c("128x256 w8 s2 p1 turned<64", t(128, 256, 8, 2, 1, turned=64), core=True),
             c("128x256 w8 s2 p1 turned", t(128, 256, 8, 2, 1, turned=128)),
             c("64x256 w8 s3 p1 turned<64", t(64, 256, 8, 3, 1, turned=64), core=True),
+            c("short s3", t(64, 256, 8, 3, 1, **short), core=True),
+            c("short s3, spans of 256", t(64, 256, 8, 3, 1, **short), span=256),
+            c("short s3, spans of 1024", t(64, 256, 8, 3, 1, **short), span=1024),
+            c("short s3, spans of 2048", t(64, 256, 8, 3, 1, **short), span=2048),
+            c("short s2", t(64, 256, 8, 3, 1, **{**short, "short_stages": 2})),
+            c("short turned s3", t(64, 256, 8, 3, 1, **{**short, "turned": 128})),
             c("64x256 w16 s3 p1 turned<64", t(64, 256, 16, 3, 1, turned=64)),
             c("32x256 w8 s3 p2 turned", t(32, 256, 8, 3, 2, turned=128, registers=128)),
             c("32x256 w8 s3 p1 turned<64", t(32, 256, 8, 3, 1, turned=64)),
@@ -221,6 +233,8 @@ class Place:
     group: str
     num_tokens: int
     jobs: int = 8
+    zero: bool = False
+    """Gradients are marked as zero, and not read."""
 
     @property
     def sequence(self) -> int:
@@ -249,7 +263,9 @@ class Place:
             stop = min(start + per_job, self.num_tokens)
             if stop > start:
                 ranks, b_rows = (rank,) * linears, (b_row,) * linears
-                segments.append(Segment(start, stop, a_row, ranks, b_rows, scale=16 / rank))
+                segments.append(
+                    Segment(start, stop, a_row, ranks, b_rows, scale=16 / rank, zero_grad=self.zero)
+                )
             start, a_row, b_row = stop, a_row + rank * linears, b_row + rank
         return segments
 
@@ -295,7 +311,8 @@ def launch(kernel: str, layer: Layer, blocks: Blocks, candidate: Candidate, part
             )  # fmt: skip
         case "sum":
             features = [dy.shape[1] for dy in layer.dy]
-            backward.sum_parts(layer.ds, part, features, sum_tile(part, features), blocks, t)
+            tile = sum_tile(part, features)
+            backward.sum_parts(layer.ds, part, features, tile, blocks, t, span=tile)
 
 
 def sum_tile(part: torch.Tensor, features: list[int]) -> int:
@@ -420,7 +437,8 @@ def check(
     mask = reference.written(kernel)
     pairs = []
     for output, old, right in zip(outputs, before, expected, strict=True):
-        found = output.float() - old if kernel.startswith("reduce") else output
+        adds = kernel.startswith("reduce") and not place.zero
+        found = output.float() - old if adds else output
         if mask is not None:
             found, right = found[mask], right[mask]
         pairs.append((found, right))
@@ -428,9 +446,11 @@ def check(
         if "parts" not in known:
             known["parts"] = reference.part_expected()
         mask = known["parts"] != 0
-        tile = candidate.tuning.features
+        usual, layout = candidate.tuning.features, blocks.layout
         sums = torch.zeros_like(known["parts"])
-        for _, i, tokens, columns, _, _ in reference._pieces():
+        for segment, i, tokens, columns, _, _ in reference._pieces():
+            is_short = segment.stop - segment.start <= layout.tiles.short_tokens
+            tile = backward.span_of(layout, candidate.tuning) if is_short else usual
             tiles = -(-layer.dy[i].shape[1] // tile)
             sums[tokens, columns] = part[:tiles, tokens, columns].float().sum(0)
         pairs.append((sums[mask], known["parts"][mask]))
@@ -576,7 +596,7 @@ class Bench:
         for index, model in enumerate(self.args.models):
             for num_tokens in self.args.tokens:
                 for group in self.groups(model):
-                    place = Place(model, group, num_tokens, self.args.jobs)
+                    place = Place(model, group, num_tokens, self.args.jobs, self.args.zero)
                     for kernel in self.args.kernels:
                         chosen = candidates(kernel, num_tokens)
                         for candidate in filter(self.is_asked_for, chosen):
@@ -595,13 +615,14 @@ class Bench:
         """Features of a part: of reduce_b's own tile; for `sum` both that are in question."""
         if kernel == "reduce_b":
             return [candidate.tuning.features]
-        return [256, 128] if kernel == "sum" else [0]
+        return [512, 256, 128] if kernel == "sum" else [0]
 
     def key(self, place: Place, kernel: str, candidate: Candidate, tile: int):
         """What the compiled code depends on."""
         tokens = place.num_tokens if kernel == "shrink_x" else 0
         tuning = replace(candidate.tuning, programs=min(1, candidate.tuning.programs))
-        return place.model, place.group, kernel, tuning, candidate.stack, tile, tokens
+        sizes = candidate.stack, candidate.span, tile
+        return place.model, place.group, kernel, tuning, *sizes, tokens
 
     def compile_ahead(self) -> None:
         if self.device != "cuda" or self.args.workers < 2:
@@ -667,6 +688,7 @@ class Bench:
             "model": place.model,
             "tokens": place.num_tokens,
             "jobs": place.jobs,
+            "zero_gradients": place.zero,
             "group": place.group,
             "kernel": kernel,
             "setting": candidate.name + (f", parts of {tile}" if kernel == "sum" else ""),
@@ -814,6 +836,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--groups", nargs="+", help="of linears; all, if not given")
     parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--zero", action="store_true", help="gradients are zero and not read")
     parser.add_argument("--settings", nargs="+", help="those that begin so, beside the usual one")
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
     parser.add_argument("--rounds", type=int, default=7)

@@ -171,17 +171,19 @@ class _Values:
 
         def launch(out, tuning):
             triton_backward.sum_parts(
-                out[0], part, list(self.outs), self._tile(), self.blocks, tuning
-            )
+                out[0], part, list(self.outs), self._of_b().features, self.blocks, tuning,
+                span=triton_backward.span_of(self.blocks.layout, self._of_b()),
+            )  # fmt: skip
 
         return lambda: [torch.zeros_like(self.s)], launch
 
-    def _tile(self) -> int:
+    def _of_b(self) -> Tuning:
+        """What makes the parts that are summed."""
         shape = triton_forward.shape_of(self.blocks.layout, self.s, self.b[0], dropout=False)
-        return tuning_of("reduce_b", shape, self.s.device).features
+        return tuning_of("reduce_b", shape, self.s.device)
 
     def _parts(self) -> torch.Tensor:
-        return self.s.new_zeros(-(-max(self.outs) // self._tile()), *self.s.shape)
+        return self.s.new_zeros(-(-max(self.outs) // self._of_b().features), *self.s.shape)
 
 
 def _segments(tokens: int, linears: int, dropout: float) -> list[Segment]:
