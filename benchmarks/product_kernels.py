@@ -48,11 +48,12 @@ class Setting(NamedTuple):
     """Of the tiles that are computed side by side: with as many columns of W^T they make a wave."""
 
     def __str__(self) -> str:
-        shape = f"{self.rows}x{self.columns} s{self.stages} e{self.parts}"
-        programs = f" p{self.programs}" if self.programs > 1 else ""
-        return f"{self.kind} {shape}{programs}" + (
-            f" t{self.tokens}" if self.tokens != 2048 else ""
-        )
+        words = [self.kind, f"{self.rows}x{self.columns}", f"s{self.stages}", f"e{self.parts}"]
+        if self.programs > 1:
+            words.append(f"p{self.programs}")
+        if self.tokens != 2048:
+            words.append(f"t{self.tokens}")
+        return " ".join(words)
 
 
 WIDE = [(rows, 384 - rows, *rest) for rows in (128, 256) for rest in ((3, 1), (3, 2), (4, 2))]
