@@ -289,7 +289,8 @@ def test_an_engine_goes_on_where_nothing_can_be_compiled(monkeypatch: pytest.Mon
 
 
 def test_attention_that_cannot_be_compiled_is_run_as_it_is() -> None:
-    """A sliding window on a CPU: told once, not compiled for every nano-batch."""
+    """A sliding window on a CPU: the probe sees it, and no nano-batch breaks off for it. Ranks that
+    hold the backbone in shards could not make up for one with every version of torch."""
     torch.manual_seed(0)
     config = MistralConfig(
         vocab_size=64,
@@ -304,15 +305,12 @@ def test_attention_that_cannot_be_compiled_is_run_as_it_is() -> None:
     model = SuperModel(MistralForCausalLM(config), compiled=True)
     engine = Engine(model, budget_tokens=64)
     engine.attach("a", model.new_adapter(spec("a", 4)), scale=1.0)
-    before, errors = graphs_compiled(), []
+    before = graphs_compiled()
+    assert not model.routing.compiled
     for length in (20, 30, 40):
         ids = np.arange(1, length)
         engine.feed("a", [TokenSequence(ids, ids)], loss_scale=0.1)
         engine.request_step("a", learning_rate=1e-2)
-        outcome = engine.run_nano_batch()
-        while not outcome.steps:
-            errors.append(outcome.error)
-            outcome = engine.run_nano_batch()
-    assert len(errors) == 1
+        assert engine.run_nano_batch().steps
     assert engine.step("a") == 3
     assert graphs_compiled() == before

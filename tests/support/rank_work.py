@@ -255,9 +255,9 @@ def missing_after_break(path: str) -> int:
     _, sharded, _ = sharded_model(path, plan, False)
     catch_up, missing = sharded.catch_up, [0]
 
-    def counted() -> None:
+    def counted(cause: Exception) -> None:
         missing[0] += len(sharded._pass) - sharded._issued
-        catch_up()
+        catch_up(cause)
 
     sharded.catch_up = counted
     try:

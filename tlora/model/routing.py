@@ -76,6 +76,9 @@ class Routing:
         self.compiled = False
         """Layers run through torch.compile."""
 
+        self.counts_in_attention = False
+        """Some attention has been of a kind that is not compiled; the probe sees every layer's."""
+
     def route(self, pool: GroupPool) -> Route:
         """The segments of the nano-batch as this pool's linears need them."""
         assert self._active, "a LoRA linear ran outside of a routed forward"
@@ -261,16 +264,19 @@ class Routing:
             out = grouped.grouped_attention(q, k, v, self._layout_for(q), scale=scale)
         else:
             if torch.compiler.is_compiling():
-                # It counts in Python: every nano-batch would be another graph. Who compiles is told
-                # at the first one, and goes on without.
-                raise NotImplementedError(
-                    "attention in float32 on a GPU, in windows on a CPU, and with soft-caps "
-                    "anywhere, is not compiled"
-                )
+                raise NotImplementedError(NOT_COMPILED)
+            if not grouped.serves(q, v, sliding_window, softcap):
+                self.counts_in_attention = True
             out = packed_attention(
                 q, k, v, self._layout_for(q), scale=scale, window=sliding_window, softcap=softcap
             )
         return out[None], None
+
+
+NOT_COMPILED = (
+    "attention in float32 on a GPU, in windows on a CPU, and with soft-caps anywhere, is not "
+    "compiled: it counts in Python, and every nano-batch would be another graph"
+)
 
 
 def _mark(route: Route) -> None:

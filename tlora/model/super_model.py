@@ -4,6 +4,7 @@ Adapters come and go between nano-batches; a nano-batch runs forward and backwar
 What a job's step, loss or data is, is not known here.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar, cast
@@ -44,9 +45,11 @@ from tlora.model.probe import (
 from tlora.model.rank_rows import RowViews
 from tlora.model.recomputing import recompute_layers
 from tlora.model.rope import separate_sequences
-from tlora.model.routing import Routing, Scaling
+from tlora.model.routing import NOT_COMPILED, Routing, Scaling
 from tlora.model.snapshot import Make, Snapshot
 from tlora.model.targets import check_fit, choose_targets, find_targets
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -108,6 +111,9 @@ class SuperModel:
                 for group in (pool.targets for pool in self.pools)
             },
         )
+        if compiled and self.routing.counts_in_attention:
+            logger.info("layers are not compiled: %s", NOT_COMPILED)
+            compiled = False
         if gradient_checkpointing:
             # A compiled layer must save the same tensors when it is recomputed: S is made again.
             recompute_layers(model, self._groups, keep_s=not compiled)

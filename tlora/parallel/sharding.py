@@ -137,7 +137,7 @@ class Sharded:
             raise GroupLost(f"{self._issued} gatherings in a pass of {len(self._pass)}")
         self._kept_are_here = True
 
-    def catch_up(self) -> None:
+    def catch_up(self, cause: Exception) -> None:
         """The pass broke off here: drop what is under way and take part in what others still gather
         for it. Raises GroupLost if that fails too."""
         try:
@@ -147,7 +147,10 @@ class Sharded:
                 unit.unshard()
                 unit.reshard()
         except Exception as error:
-            raise GroupLost(f"a pass broke off and could not be made up for: {error}") from error
+            raise GroupLost(
+                f"a pass broke off ({type(cause).__name__}: {cause}) and could not be made up for: "
+                f"{error}"
+            ) from cause
 
     def reset(self) -> None:
         """Nothing is gathered from now on; on all ranks, before the next pass, if one broke off."""

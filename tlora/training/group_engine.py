@@ -266,7 +266,7 @@ class GroupEngine(Engine):
             raise error
         if self._sharded is not None:
             # The others are not held up: what they gather for this pass, this rank gathers too.
-            self._sharded.catch_up()
+            self._sharded.catch_up(error)
         self._broke_off = True
         budget = self.budget_tokens
         jobs = [self._jobs[pick.job] for pick in composition.picks]
@@ -322,7 +322,7 @@ class GroupEngine(Engine):
             raise
         except Exception as error:
             logger.warning("a nano-batch without work broke off", exc_info=error)
-            self._sharded.catch_up()
+            self._sharded.catch_up(error)
             self._broke_off = True
             self._crowded = is_out_of_memory(error)
 
