@@ -54,6 +54,8 @@ class Case:
     adapters: int
     ranks: str
     dropout: float
+    zero: bool = False
+    """Gradients are marked as zero: a job's whole batch is in the nano-batch."""
 
     @property
     def max_rank(self) -> int:
@@ -80,6 +82,7 @@ class Case:
                     scale=16 / rank,
                     threshold=threshold(self.dropout),
                     key=step_key(i, 3),
+                    zero_grad=self.zero,
                 )
             )
             a_row, b_row = a_row + rank * linears, b_row + rank
@@ -89,9 +92,10 @@ class Case:
 class Group:
     """Linears that share an input, with pools, gradients and block tables."""
 
-    def __init__(self, case: Case, features: tuple, *, tiles: Tiles, shadow: bool = False):
+    def __init__(self, case: Case, features: tuple, *, shadow: bool = False):
         self.case = case
         self.num_in, self.outs = features
+        tiles = Tiles.for_tokens(case.tokens, self.outs, dropout=case.dropout > 0)
         n = len(self.outs)
         self.segments = case.segments(n)
         rank_rows = sum(s.ranks[0] for s in self.segments)
@@ -182,9 +186,9 @@ def relative(value: torch.Tensor, expected: torch.Tensor) -> float:
     return float(error) if bool(torch.isfinite(value).all()) else float("nan")
 
 
-def check_case(case: Case, features: tuple, tiles: Tiles, limit: float = 5e-3) -> dict:
+def check_case(case: Case, features: tuple, limit: float = 5e-3) -> dict:
     """Worst relative error over outputs and gradients, and that of a twin with a scale 1 % off."""
-    group = Group(case, features, tiles=tiles)
+    group = Group(case, features)
     for tensor in (*group.y, group.dx, group.s):
         tensor.fill_(float("nan"))
     group.forward("delta")
@@ -220,7 +224,7 @@ def _fields(segment: Segment) -> dict:
     return {name: getattr(segment, name) for name in Segment.__slots__}
 
 
-def check_neighbours(features: tuple, tiles: Tiles) -> bool:
+def check_neighbours(features: tuple) -> bool:
     """Whether a job's outputs and gradients keep their bits among others and at another place."""
     num_in, outs = features
     n, tokens, mine = len(outs), 2048, 700
@@ -232,7 +236,7 @@ def check_neighbours(features: tuple, tiles: Tiles) -> bool:
         *(torch.randn(24, o, device="cuda") for o in outs),
     ]
     for place, other_ranks in ((0, (8, 64)), (640, (16, 3)), (1348, (64, 64))):
-        group = Group(Case(tokens, 3, "64", 0.05), features, tiles=tiles)
+        group = Group(Case(tokens, 3, "64", 0.05), features)
         spans = {
             0: [(700, 1400), (1400, 2048)],
             640: [(0, 640), (1340, 2048)],
@@ -348,10 +352,10 @@ def bench_us(step, repeats: int = 8) -> float:
     return (times["cold"] - times["wipe"]) / repeats
 
 
-def stages(case: Case, shape: str, tiles: Tiles, shadow: bool) -> dict:
+def stages(case: Case, shape: str, shadow: bool) -> dict:
     result = {}
     for name, features in SHAPES[shape].items():
-        group = Group(case, features, tiles=tiles, shadow=shadow)
+        group = Group(case, features, shadow=shadow)
         floors = group.floor_bytes()
         row = {}
         for stage, step in stage_steps(group, {}).items():
@@ -368,8 +372,8 @@ def stages(case: Case, shape: str, tiles: Tiles, shadow: bool) -> dict:
     return result
 
 
-def layer(case: Case, shape: str, tiles: Tiles, shadow: bool, hows: list[str], plain: bool) -> dict:
-    groups = {n: Group(case, f, tiles=tiles, shadow=shadow) for n, f in SHAPES[shape].items()}
+def layer(case: Case, shape: str, shadow: bool, hows: list[str], plain: bool) -> dict:
+    groups = {n: Group(case, f, shadow=shadow) for n, f in SHAPES[shape].items()}
 
     def frozen():
         for g in groups.values():
@@ -437,7 +441,7 @@ def by_group(times: dict[str, float], how: str) -> float:
 
 def compile_group(case: Case, features: tuple, shadow: bool, hows: list[str]) -> None:
     """Run every kernel of a group once; what it compiles is kept on disk for others."""
-    group = Group(case, features, tiles=Tiles.for_tokens(case.tokens), shadow=shadow)
+    group = Group(case, features, shadow=shadow)
     for how in hows:
         group.forward(how)
         group.backward(how)
@@ -471,7 +475,9 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--stages", action="store_true")
     parser.add_argument("--layer", action="store_true")
-    parser.add_argument("--chunk", type=int, default=0, help="tokens per chunk; 0: by bucket")
+    parser.add_argument(
+        "--zero", action="store_true", help="gradients are marked as zero and not read"
+    )
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a CUDA device")
@@ -479,11 +485,8 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     lines = []
 
-    def tiles(tokens: int) -> Tiles:
-        return Tiles.for_tokens(tokens) if not args.chunk else Tiles(chunk_tokens=args.chunk)
-
     cases = [
-        Case(*values)
+        Case(*values, args.zero)
         for values in itertools.product(args.tokens, args.adapters, args.ranks, args.dropout)
     ]
     if args.warm:
@@ -492,19 +495,17 @@ def main() -> None:
         odd = [Case(1000, 7, "5", 0.1), Case(777, 3, "256", 0.0), Case(2047, 100, "9", 0.05)]
         for case in [*odd, *cases]:
             for name, features in SHAPES[args.shape].items():
-                result = check_case(case, features, Tiles.for_tokens(case.tokens))
+                result = check_case(case, features)
                 lines.append({"what": "check", "group": name, "case": vars(case), **result})
         print(f"checked {len(lines)}: worst", max(r["worst"] for r in lines))
         for name, features in SHAPES[args.shape].items():
-            print(
-                f"same bits with other neighbours, {name}:", check_neighbours(features, tiles(2048))
-            )
+            print(f"same bits with other neighbours, {name}:", check_neighbours(features))
     for case in cases:
         if args.stages:
-            result = stages(case, args.shape, tiles(case.tokens), args.shadow)
+            result = stages(case, args.shape, args.shadow)
             lines.append({"what": "stages", "case": vars(case), "shadow": args.shadow, **result})
         if args.layer:
-            result = layer(case, args.shape, tiles(case.tokens), args.shadow, args.how, args.plain)
+            result = layer(case, args.shape, args.shadow, args.how, args.plain)
             lines.append({"what": "layer", "case": vars(case), "shadow": args.shadow, **result})
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False

@@ -87,8 +87,8 @@ class Candidate:
     core: bool = False
     """Timed for every model; the rest for the first only."""
 
-    def tiles(self, num_tokens: int) -> Tiles:
-        tiles = Tiles.for_tokens(num_tokens)
+    def tiles(self, num_tokens: int, outs: tuple[int, ...]) -> Tiles:
+        tiles = Tiles.for_tokens(num_tokens, outs)
         if self.chunk:
             tiles = replace(tiles, chunk_tokens=self.chunk, expand_tokens=self.chunk)
         if self.block:
@@ -181,20 +181,23 @@ def candidates(kernel: str, num_tokens: int) -> list[Candidate]:
             c("128x128 w8 s2 p2", t(128, 128, 8, 2, 2, registers=128)),
         ],
         "shrink": [
-            c("one program per item", t(128, 128, 8, 3, 0), core=True),
-            c("128x128 w8 s3 p1", t(128, 128, 8, 3, 1), core=True),
-            c("128x64 w8 s3 p2", t(128, 64, 8, 3, 2, parts=264, registers=128), core=True),
-            c("128x64 w8 s3 p2, fewer parts", t(128, 64, 8, 3, 2, registers=128), core=True),
-            c("64x64 w4 s3 p3", t(64, 64, 4, 3, 3, parts=264, registers=168), block=64, core=True),
-            c("64x128 w4 s2 p2", t(64, 128, 4, 2, 2, parts=264, registers=255), block=64),
+            c("128x128 w8 s3 p1", t(128, 128, 8, 3, 1), block=128, core=True),
+            c("128x128 w8 s3 p1, more parts", t(128, 128, 8, 3, 1, parts=264), block=128),
+            c("128x64 w8 s3 p2", t(128, 64, 8, 3, 2, registers=128), block=128, core=True),
+            c("64x64 w4 s3 p3", t(64, 64, 4, 3, 3, parts=264, registers=168), core=True),
+            c("64x64 w4 s3 p2", t(64, 64, 4, 3, 2, parts=264)),
+            c("64x64 w4 s4 p2", t(64, 64, 4, 4, 2, parts=264), core=True),
+            c("64x64 w4 s4 p3", t(64, 64, 4, 4, 3, parts=264), core=True),
+            c("64x128 w4 s3 p2", t(64, 128, 4, 3, 2, parts=264)),
+            c("64x128 w4 s3 p1", t(64, 128, 4, 3, 1, parts=264)),
         ],
     }
     name = "shrink" if kernel == "shrink_x" else kernel
     usual = _default(name)
     found: dict[tuple, Candidate] = {}
     for one in [*lists[name], usual]:
-        found.setdefault((one.tuning, one.chunk, one.stack, one.block), one)
-    key = (usual.tuning, 0, 0, 0)
+        found.setdefault((one.tuning, one.chunk, one.stack, one.block, one.span), one)
+    key = (usual.tuning, 0, 0, 0, 0)
     found[key] = replace(found[key], name=found[key].name + " *", core=True)
     return list(found.values())
 
@@ -236,6 +239,9 @@ class Place:
     zero: bool = False
     """Gradients are marked as zero, and not read."""
 
+    uneven: bool = False
+    """Jobs have from half to one and a half of their tokens."""
+
     @property
     def sequence(self) -> int:
         """Tokens of one: so many jobs should have some."""
@@ -259,8 +265,9 @@ class Place:
         per_job = max(1, self.num_tokens // self.sequence // self.jobs) * self.sequence
         linears = len(self.outs)
         segments, a_row, b_row, start = [], 0, 0, 0
-        for rank in self.ranks:
-            stop = min(start + per_job, self.num_tokens)
+        for i, rank in enumerate(self.ranks):
+            share = 1 + (7 * i % 5 - 2) / 4 if self.uneven else 1
+            stop = min(start + round(share * per_job), self.num_tokens)
             if stop > start:
                 ranks, b_rows = (rank,) * linears, (b_row,) * linears
                 segments.append(
@@ -277,7 +284,7 @@ class Place:
             max_segments=64,
             max_rank=64,
             dropout=False,
-            tiles=candidate.tiles(self.num_tokens),
+            tiles=candidate.tiles(self.num_tokens, self.outs),
         )
 
 
@@ -596,7 +603,9 @@ class Bench:
         for index, model in enumerate(self.args.models):
             for num_tokens in self.args.tokens:
                 for group in self.groups(model):
-                    place = Place(model, group, num_tokens, self.args.jobs, self.args.zero)
+                    place = Place(
+                        model, group, num_tokens, self.args.jobs, self.args.zero, self.args.uneven
+                    )
                     for kernel in self.args.kernels:
                         chosen = candidates(kernel, num_tokens)
                         for candidate in filter(self.is_asked_for, chosen):
@@ -689,6 +698,7 @@ class Bench:
             "tokens": place.num_tokens,
             "jobs": place.jobs,
             "zero_gradients": place.zero,
+            "uneven": place.uneven,
             "group": place.group,
             "kernel": kernel,
             "setting": candidate.name + (f", parts of {tile}" if kernel == "sum" else ""),
@@ -837,6 +847,7 @@ def main() -> None:
     parser.add_argument("--groups", nargs="+", help="of linears; all, if not given")
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--zero", action="store_true", help="gradients are zero and not read")
+    parser.add_argument("--uneven", action="store_true", help="jobs of unequal length")
     parser.add_argument("--settings", nargs="+", help="those that begin so, beside the usual one")
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=KERNELS)
     parser.add_argument("--rounds", type=int, default=7)

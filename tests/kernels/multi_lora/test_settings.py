@@ -54,7 +54,7 @@ def test_chunks_grow_with_the_bucket_to_a_bound(num_tokens, chunk):
 
 TILES = {  # tokens, features, warps, stages, registers, programs, parts, turned
     "shrink": (128, 64, 8, 3, 0, 2, 264, 0),
-    "shrink deep": (128, 128, 8, 3, 0, 1, 132, 0),
+    "shrink deep": (64, 64, 4, 3, 168, 3, 264, 0),
     "shrink float32": (128, 32, 8, 2, 0, 2, 264, 0),
     "expand_y": (64, 128, 4, 3, 128, 4, 132, 0),
     "expand_dx": (64, 128, 4, 2, 128, 4, 132, 0),

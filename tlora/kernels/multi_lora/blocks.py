@@ -94,15 +94,23 @@ class Tiles:
     """Features of dB that one program of a short job walks."""
 
     @classmethod
-    def for_tokens(cls, num_tokens: int, *, per_sequence: bool = False) -> "Tiles":
+    def for_tokens(
+        cls,
+        num_tokens: int,
+        out_features: tuple[int, ...] = (),
+        *,
+        dropout: bool = False,
+        per_sequence: bool = False,
+    ) -> "Tiles":
         """What settings.py says. `per_sequence`: several segments may add to one gradient, and how
         many of them a nano-batch has must change no bit."""
         return cls(
+            shrink_tokens=settings.shrink_tokens(dropout),
             expand_tokens=settings.expand_tokens(num_tokens),
             chunk_tokens=settings.chunk_tokens(num_tokens),
             stack_rank=settings.STACK_RANK,
             short_tokens=0 if per_sequence else settings.SHORT_TOKENS,
-            short_span=settings.short_span(num_tokens),
+            short_span=settings.short_span(num_tokens, sum(out_features)),
         )
 
 

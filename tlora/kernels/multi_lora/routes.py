@@ -128,7 +128,12 @@ class Routes:
             max_segments=power_of_two(len(segments), MIN_SEGMENTS),
             max_rank=power_of_two(group.max_rank, MIN_RANK),
             dropout=group.dropout,
-            tiles=Tiles.for_tokens(num_tokens, per_sequence=group.per_sequence),
+            tiles=Tiles.for_tokens(
+                num_tokens,
+                group.out_features,
+                dropout=group.dropout,
+                per_sequence=group.per_sequence,
+            ),
         )
         if layout not in self._blocks:
             blocks = Blocks.new(layout, self.device)

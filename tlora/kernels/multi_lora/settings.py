@@ -86,7 +86,9 @@ MEASURED = Device(shared_bytes=232_448, capability=90)
 # benchmarks/gpu_lora_kernels.py times them all.
 TUNINGS: dict[str, Tuning] = {
     "shrink": Tuning(tokens=128, features=64, warps=8, stages=3, programs=2, parts=264),
-    "shrink deep": Tuning(tokens=128, features=128, warps=8, stages=3, programs=1),
+    "shrink deep": Tuning(
+        tokens=64, features=64, warps=4, stages=3, programs=3, registers=168, parts=264
+    ),
     # Tiles of four bytes a value would not fit the shared memory otherwise.
     "shrink float32": Tuning(tokens=128, features=32, warps=8, stages=2, programs=2, parts=264),
     "expand_y": Tuning(tokens=64, features=128, warps=4, stages=3, registers=128, programs=4),
@@ -293,9 +295,18 @@ SHORT_TOKENS = 256
 """Jobs of so many tokens in a nano-batch are short: a program holds them and walks features."""
 
 
-def short_span(num_tokens: int) -> int:
-    """Features of dB that it walks; at least as many as a tile of the usual way has."""
-    return 512 if num_tokens >= 8192 else 256
+def short_span(num_tokens: int, out_features: int) -> int:
+    """Features of dB that it walks, of so many of all linears: many, if the device is full all the
+    same; at least as many as a tile of the usual way has."""
+    for span in (1024, 512):
+        if num_tokens // SHORT_TOKENS * (out_features // span) >= 256:
+            return span
+    return 256
+
+
+def shrink_tokens(dropout: bool) -> int:
+    """Of a block of S. Small ones fit short jobs better; dropout was measured with large ones."""
+    return 128 if dropout else 64
 
 
 def chunk_tokens(num_tokens: int) -> int:

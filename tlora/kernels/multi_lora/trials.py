@@ -93,7 +93,7 @@ class _Values:
             max_segments=MIN_SEGMENTS,
             max_rank=MIN_RANK,
             dropout=dropout,
-            tiles=Tiles.for_tokens(tokens),
+            tiles=Tiles.for_tokens(tokens, self.outs, dropout=dropout),
         )
         self.x, self.dy = random(tokens, width), [random(tokens, out) for out in self.outs]
         self.a = random(self.n * rows, width, dtype=operands)
