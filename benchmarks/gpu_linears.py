@@ -95,7 +95,7 @@ class Group:
     def __init__(self, case: Case, features: tuple, *, shadow: bool = False):
         self.case = case
         self.num_in, self.outs = features
-        tiles = Tiles.for_tokens(case.tokens, self.outs, dropout=case.dropout > 0)
+        tiles = Tiles.for_tokens(case.tokens, dropout=case.dropout > 0)
         n = len(self.outs)
         self.segments = case.segments(n)
         rank_rows = sum(s.ranks[0] for s in self.segments)

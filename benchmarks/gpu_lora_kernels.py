@@ -81,20 +81,15 @@ class Candidate:
     block: int = 0
     """Tokens of a block of `shrink`."""
 
-    span: int = 0
-    """Features of dB that a program of a short job walks."""
-
     core: bool = False
     """Timed for every model; the rest for the first only."""
 
-    def tiles(self, num_tokens: int, outs: tuple[int, ...]) -> Tiles:
-        tiles = Tiles.for_tokens(num_tokens, outs)
+    def tiles(self, num_tokens: int) -> Tiles:
+        tiles = Tiles.for_tokens(num_tokens)
         if self.chunk:
             tiles = replace(tiles, chunk_tokens=self.chunk, expand_tokens=self.chunk)
         if self.block:
             tiles = replace(tiles, shrink_tokens=self.block)
-        if self.span:
-            tiles = replace(tiles, short_span=self.span)
         return replace(tiles, stack_rank=self.stack) if self.stack else tiles
 
 
@@ -117,7 +112,6 @@ def candidates(kernel: str, num_tokens: int) -> list[Candidate]:
     other = 256 if num_tokens <= 2048 else 512
     expand = settings.expand_tokens(num_tokens)
     few = {"turned": 64, "registers": 128}
-    short = {"turned": 64, "short": 64, "short_stages": 3}
     lists = {
         "reduce_b": [
             c("one program per item", t(128, 256, 8, 2, 0), core=True),
@@ -125,12 +119,6 @@ def candidates(kernel: str, num_tokens: int) -> list[Candidate]:
             c("128x256 w8 s2 p1 turned<64", t(128, 256, 8, 2, 1, turned=64), core=True),
             c("128x256 w8 s2 p1 turned", t(128, 256, 8, 2, 1, turned=128)),
             c("64x256 w8 s3 p1 turned<64", t(64, 256, 8, 3, 1, turned=64), core=True),
-            c("short s3", t(64, 256, 8, 3, 1, **short), core=True),
-            c("short s3, spans of 256", t(64, 256, 8, 3, 1, **short), span=256),
-            c("short s3, spans of 1024", t(64, 256, 8, 3, 1, **short), span=1024),
-            c("short s3, spans of 2048", t(64, 256, 8, 3, 1, **short), span=2048),
-            c("short s2", t(64, 256, 8, 3, 1, **{**short, "short_stages": 2})),
-            c("short turned s3", t(64, 256, 8, 3, 1, **{**short, "turned": 128})),
             c("64x256 w16 s3 p1 turned<64", t(64, 256, 16, 3, 1, turned=64)),
             c("32x256 w8 s3 p2 turned", t(32, 256, 8, 3, 2, turned=128, registers=128)),
             c("32x256 w8 s3 p1 turned<64", t(32, 256, 8, 3, 1, turned=64)),
@@ -196,8 +184,8 @@ def candidates(kernel: str, num_tokens: int) -> list[Candidate]:
     usual = _default(name)
     found: dict[tuple, Candidate] = {}
     for one in [*lists[name], usual]:
-        found.setdefault((one.tuning, one.chunk, one.stack, one.block, one.span), one)
-    key = (usual.tuning, 0, 0, 0, 0)
+        found.setdefault((one.tuning, one.chunk, one.stack, one.block), one)
+    key = (usual.tuning, 0, 0, 0)
     found[key] = replace(found[key], name=found[key].name + " *", core=True)
     return list(found.values())
 
@@ -236,6 +224,7 @@ class Place:
     group: str
     num_tokens: int
     jobs: int = 8
+
     zero: bool = False
     """Gradients are marked as zero, and not read."""
 
@@ -284,7 +273,7 @@ class Place:
             max_segments=64,
             max_rank=64,
             dropout=False,
-            tiles=candidate.tiles(self.num_tokens, self.outs),
+            tiles=candidate.tiles(self.num_tokens),
         )
 
 
@@ -318,8 +307,7 @@ def launch(kernel: str, layer: Layer, blocks: Blocks, candidate: Candidate, part
             )  # fmt: skip
         case "sum":
             features = [dy.shape[1] for dy in layer.dy]
-            tile = sum_tile(part, features)
-            backward.sum_parts(layer.ds, part, features, tile, blocks, t, span=tile)
+            backward.sum_parts(layer.ds, part, features, sum_tile(part, features), blocks, t)
 
 
 def sum_tile(part: torch.Tensor, features: list[int]) -> int:
@@ -444,8 +432,10 @@ def check(
     mask = reference.written(kernel)
     pairs = []
     for output, old, right in zip(outputs, before, expected, strict=True):
-        adds = kernel.startswith("reduce") and not place.zero
-        found = output.float() - old if adds else output
+        found = output.float() - old if kernel.startswith("reduce") else output
+        if kernel.startswith("reduce") and place.zero:
+            # Rows of jobs without tokens stay as they are.
+            found = torch.where((right != 0).any(1, keepdim=True), output, found)
         if mask is not None:
             found, right = found[mask], right[mask]
         pairs.append((found, right))
@@ -453,11 +443,9 @@ def check(
         if "parts" not in known:
             known["parts"] = reference.part_expected()
         mask = known["parts"] != 0
-        usual, layout = candidate.tuning.features, blocks.layout
+        tile = candidate.tuning.features
         sums = torch.zeros_like(known["parts"])
-        for segment, i, tokens, columns, _, _ in reference._pieces():
-            is_short = segment.stop - segment.start <= layout.tiles.short_tokens
-            tile = backward.span_of(layout, candidate.tuning) if is_short else usual
+        for _, i, tokens, columns, _, _ in reference._pieces():
             tiles = -(-layer.dy[i].shape[1] // tile)
             sums[tokens, columns] = part[:tiles, tokens, columns].float().sum(0)
         pairs.append((sums[mask], known["parts"][mask]))
@@ -624,14 +612,13 @@ class Bench:
         """Features of a part: of reduce_b's own tile; for `sum` both that are in question."""
         if kernel == "reduce_b":
             return [candidate.tuning.features]
-        return [512, 256, 128] if kernel == "sum" else [0]
+        return [256, 128] if kernel == "sum" else [0]
 
     def key(self, place: Place, kernel: str, candidate: Candidate, tile: int):
         """What the compiled code depends on."""
         tokens = place.num_tokens if kernel == "shrink_x" else 0
         tuning = replace(candidate.tuning, programs=min(1, candidate.tuning.programs))
-        sizes = candidate.stack, candidate.span, tile
-        return place.model, place.group, kernel, tuning, *sizes, tokens
+        return place.model, place.group, kernel, tuning, candidate.stack, tile, tokens
 
     def compile_ahead(self) -> None:
         if self.device != "cuda" or self.args.workers < 2:

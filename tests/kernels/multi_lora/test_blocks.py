@@ -75,7 +75,7 @@ def test_a_jobs_rows_do_not_depend_on_its_neighbours():
     mine = segment(0, 40, ranks=(8, 3), threshold=5)
     alone = build_table(LAYOUT, [mine])
     beside = build_table(LAYOUT, [mine, segment(40, 100, 60, (40, 1))])
-    for name in ("shrink_x", "shrink_dy", "reduce_a", "reduce_b"):
+    for name in ("shrink_x", "reduce_a", "reduce_b"):
         columns = [c for c in range(blocks.COLUMNS) if c not in (blocks.FIRST, blocks.GROUP)]
         of_mine = [r for r in rows(beside, name)[:, columns].tolist() if r[blocks.W_ROW] < 60]
         assert of_mine == rows(alone, name)[:, columns].tolist()
@@ -141,41 +141,13 @@ def test_lists_of_all_segments_at_once_are_those_of_each():
 
 def test_rows_of_a_linear_follow_each_other_and_are_counted():
     """So that kernels need no item for tiles that a narrow linear does not have."""
-    layout = replace(LAYOUT, tiles=replace(TILES, short_tokens=10))
-    segments = [segment(3, 60), segment(60, 61, 20, (5, 0)), segment(70, 80, 40)]
-    table = build_table(layout, segments)
+    table = build_table(LAYOUT, [segment(3, 60), segment(60, 61, 20, (5, 0))])
     for name, column in blocks.ENDS.items():
         linears = rows(table, name)[:, blocks.LINEAR].tolist()
         assert linears == sorted(linears)
         first, both = table[0, column : column + 2].tolist()
         assert (first, both) == (linears.count(0), len(linears))
         assert 0 < first < both
-
-
-def test_short_jobs_have_a_list_of_their_own():
-    """By their own tokens alone: one row for each piece, marked for the sum of dS. Jobs whose
-    sequences are segments of their own are never short, for their sums have an order."""
-    layout = replace(LAYOUT, tiles=replace(TILES, short_tokens=20))
-    mine, longer, once = segment(0, 20, 0, (40, 8)), segment(20, 41, 80), segment(41, 42, 100)
-    twice = [segment(60, 70, 120), segment(70, 80, 120)]
-    alone, beside = (build_table(layout, each) for each in ([mine], [mine, longer, once]))
-    for table in (alone, beside):
-        found = [r for r in rows(table, "short_b").tolist() if r[blocks.W_ROW] < 80]
-        assert [(r[blocks.LINEAR], r[blocks.COUNT], r[blocks.RANK]) for r in found] == [
-            (0, 20, 16),
-            (0, 20, 16),
-            (0, 20, 8),
-            (1, 20, 8),
-        ]
-        assert {row[blocks.SIZE] for row in found} == {1}
-    assert len(rows(alone, "reduce_b")) == 0
-    of_sum = {(r[blocks.W_ROW] == 80, r[blocks.SHORT]) for r in rows(beside, "shrink_dy").tolist()}
-    assert of_sum == {(False, 1), (True, 0)}
-    assert {r[blocks.W_ROW] for r in rows(beside, "reduce_b").tolist()} == {80}
-    table = build_table(layout, [once, *twice])
-    assert {r[blocks.W_ROW] for r in rows(table, "reduce_b").tolist()} == {120}
-    assert Tiles.for_tokens(2048).short_tokens > 0
-    assert Tiles.for_tokens(2048, per_sequence=True).short_tokens == 0
 
 
 def test_linears_of_equal_width_share_the_order_of_the_gradient_of_b():

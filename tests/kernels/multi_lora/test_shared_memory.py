@@ -68,7 +68,7 @@ def launches(device, rank, dtype, pool, dropout, write=True):
         max_segments=64,
         max_rank=rank,
         dropout=dropout,
-        tiles=Tiles.for_tokens(TOKENS, OUTS, dropout=dropout),
+        tiles=Tiles.for_tokens(TOKENS, dropout=dropout),
     )
     rows = new(TOKENS, dtype=torch.int32)
     blocks = Blocks(layout, rows, rows)

@@ -37,7 +37,6 @@ SMALL = Tiles(
     chunk_rank=32,
     stack_rank=32,
 )
-SHORT = replace(SMALL, short_tokens=16, short_span=512)
 LINEARS = [4, 5, 6]
 
 
@@ -129,10 +128,9 @@ def errors(values, expected):
 
 @runs_kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tiles", [SMALL, SHORT], ids=["usual", "short jobs"])
 @pytest.mark.parametrize("name", CASES)
-def test_output_and_gradients_match_the_reference(name, tiles, dtype):
-    problem = Problem(CASES[name], dtype, tiles=tiles)
+def test_output_and_gradients_match_the_reference(name, dtype):
+    problem = Problem(CASES[name], dtype)
     worst = errors(problem.run(), problem.expected())
     assert all(error < LIMITS[dtype] for error in worst), worst
 
@@ -157,10 +155,9 @@ def test_ranks_beyond_a_tile_are_cut_into_pieces():
 
 
 @runs_kernels
-@pytest.mark.parametrize("tiles", [SMALL, SHORT], ids=["usual", "short jobs"])
-def test_reading_dy_twice_gives_the_same(tiles):
+def test_reading_dy_twice_gives_the_same():
     """dS by its own kernel, instead of from parts made on the way to dB."""
-    problem = Problem(CASES["odd ranks, empty segment, gaps, dropout"], torch.float32, tiles=tiles)
+    problem = Problem(CASES["odd ranks, empty segment, gaps, dropout"], torch.float32)
     assert all(error < 2e-6 for error in errors(problem.run(fused=False), problem.expected()))
 
 
@@ -170,9 +167,6 @@ SETTINGS = {
     "programs that walk the list": {"features": 16, "programs": 1},
     "rank tiles turned": {"features": 32, "programs": 1, "turned": 1024},
     "small rank tiles turned, no walk": {"features": 16, "turned": 32},
-    # Spans of 32 features: two of the widest linear, half of one of the narrowest.
-    "short jobs apart": {"features": 32, "programs": 1, "short": 16},
-    "short jobs apart, tiles that hang over": {"features": 32, "turned": 1024, "short": 32},
 }
 
 
@@ -201,8 +195,7 @@ def gradients(problem, tuning, *, sum_tokens=16, programs=1, before=None):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_under_every_setting_match_the_reference(name, dtype):
     """More items than programs, so that each takes several; a scale off by 1 % is refused."""
-    tiles = replace(SMALL, short_tokens=16, short_span=32)
-    problem = Problem(CASES["odd ranks, empty segment, gaps, dropout"], dtype, tiles=tiles)
+    problem = Problem(CASES["odd ranks, empty segment, gaps, dropout"], dtype)
     tuning = triton_forward.Tuning(tokens=16, **SETTINGS[name])
     found = gradients(problem, tuning)
     assert all(error < LIMITS[dtype] for error in errors(found, problem.expected()[4:]))

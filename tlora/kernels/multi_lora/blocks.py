@@ -41,8 +41,7 @@ _NO_ROWS = np.zeros((0, COLUMNS), dtype=np.int32)
     INDEX,  # `reduce`: place of this row among them
     GROUP,  # `reduce`: which job and piece, for the counter of finished partial sums
     ZERO,  # `reduce`: 1 if the gradient is known to be zero and need not be read
-    SHORT,  # `sum`: 1 if the job's dB went by the list of short jobs
-) = range(16)
+) = range(15)
 
 LISTS = (
     "shrink_x",  # blocks of S = drop(X) A^T
@@ -53,10 +52,9 @@ LISTS = (
     "pieces_dx",
     "reduce_a",  # chunks of dA = dS^T drop(X)
     "reduce_b",  # chunks of dB = S^T dY
-    "short_b",  # the same for jobs of few tokens, each of which is one row
 )
 
-ENDS = {"expand_y": len(LISTS), "reduce_b": len(LISTS) + 2, "short_b": len(LISTS) + 4}
+ENDS = {"expand_y": len(LISTS), "reduce_b": len(LISTS) + 2}
 """Lists whose linears may differ in width: where row 0 says how many rows the first linear has, and
 how many the first two have. Where they do differ, rows of a linear follow each other, so that a
 kernel can count items without those that a narrow linear does not have."""
@@ -87,30 +85,14 @@ class Tiles:
     stack_rank: int = settings.STACK_RANK
     """The same for the gradient of A, whose linears are one problem: beyond it X is read again."""
 
-    short_tokens: int = 0
-    """Jobs of so many tokens or fewer are short: one program can hold them all. 0: no job is."""
-
-    short_span: int = 512
-    """Features of dB that one program of a short job walks."""
-
     @classmethod
-    def for_tokens(
-        cls,
-        num_tokens: int,
-        out_features: tuple[int, ...] = (),
-        *,
-        dropout: bool = False,
-        per_sequence: bool = False,
-    ) -> "Tiles":
-        """What settings.py says. `per_sequence`: several segments may add to one gradient, and how
-        many of them a nano-batch has must change no bit."""
+    def for_tokens(cls, num_tokens: int, *, dropout: bool = False) -> "Tiles":
+        """What settings.py says."""
         return cls(
             shrink_tokens=settings.shrink_tokens(dropout),
             expand_tokens=settings.expand_tokens(num_tokens),
             chunk_tokens=settings.chunk_tokens(num_tokens),
             stack_rank=settings.STACK_RANK,
-            short_tokens=0 if per_sequence else settings.SHORT_TOKENS,
-            short_span=settings.short_span(num_tokens, sum(out_features)),
         )
 
 
@@ -156,7 +138,6 @@ class Layout:
             "pieces_dx": self.max_segments * chunk_pieces,
             "reduce_a": long * n * ceil(self.max_rank / tiles.stack_rank),
             "reduce_b": long * chunk_pieces,
-            "short_b": self.max_segments * chunk_pieces if tiles.short_tokens else 0,
         }
 
     def most_rank(self, name: str) -> int:
@@ -274,7 +255,6 @@ def _lists(layout: Layout, segments: list[Segment]) -> dict[str, np.ndarray]:
     """Of all segments at once: with many jobs, some calls for each take longer than a launch."""
     tiles, spans = layout.tiles, _spans([(each.start, each.stop) for each in segments])
     apart = _pieces(segments, tiles.chunk_rank, "b")
-    are_short = _are_short(segments, spans, tiles.short_tokens)
     lists = {
         "shrink_x": _blocks(spans, _pieces(segments, tiles.shrink_rank, "a"), tiles.shrink_tokens),
         "shrink_dy": _blocks(spans, _pieces(segments, tiles.shrink_rank, "b"), tiles.shrink_tokens),
@@ -289,13 +269,6 @@ def _lists(layout: Layout, segments: list[Segment]) -> dict[str, np.ndarray]:
     linears = apart.owners * n + apart.rows[:, LINEAR]
     lists["expand_y"] = _expands(layout, "y", every, n, apart.rows, linears)
     lists["expand_dx"] = _expands(layout, "dx", every, 1, stacked.rows, stacked.owners)
-    for name in ("reduce_b", "shrink_dy"):
-        owners = np.searchsorted(spans.starts, lists[name][:, START], side="right") - 1
-        lists[name][:, SHORT] = are_short[owners]
-    in_short = lists["reduce_b"][:, SHORT] == 1
-    lists["short_b"] = lists["reduce_b"][in_short]
-    lists["short_b"][:, SIZE] = 1
-    lists["reduce_b"] = lists["reduce_b"][~in_short]
     # Rows of A differ between linears, rows of B may not: they are in separate pools.
     _number_sums(lists["reduce_a"], lists["reduce_a"][:, W_ROW].astype(np.int64))
     of_linear = lists["reduce_b"][:, LINEAR].astype(np.int64) << 32
@@ -305,16 +278,10 @@ def _lists(layout: Layout, segments: list[Segment]) -> dict[str, np.ndarray]:
     lists["expand_dx"] = _longest_first(lists["expand_dx"], rank_tokens=1)
     lists["reduce_a"] = _longest_first(lists["reduce_a"], rank_tokens=GRADIENT_TOKENS)
     # Of equal widths (gate, up), a chunk's linears side by side were 1 to 8 % faster.
-    for name in ("reduce_b", "short_b"):
-        lists[name] = _longest_first(lists[name], rank_tokens=GRADIENT_TOKENS, by_linear=uneven)
+    lists["reduce_b"] = _longest_first(
+        lists["reduce_b"], rank_tokens=GRADIENT_TOKENS, by_linear=uneven
+    )
     return lists
-
-
-def _are_short(segments: list[Segment], spans: _Spans, most: int) -> np.ndarray:
-    """Of each segment. Where several add to one gradient, they do so in their order: none is."""
-    rows = np.array([each.a_row for each in segments], dtype=np.int64)
-    _, inverse, counts = np.unique(rows, return_inverse=True, return_counts=True)
-    return (spans.stops - spans.starts <= most) & (counts[inverse] == 1)
 
 
 def _longest_first(rows: np.ndarray, *, rank_tokens: int, by_linear: bool = False) -> np.ndarray:

@@ -52,8 +52,6 @@ class Group(NamedTuple):
     out_features: tuple[int, ...]
     max_rank: int
     dropout: bool
-    per_sequence: bool = False
-    """Segments are single sequences, of which a job may have several."""
 
 
 def table_route(table: torch.Tensor, scales: torch.Tensor, s_width: int) -> Route:
@@ -128,12 +126,7 @@ class Routes:
             max_segments=power_of_two(len(segments), MIN_SEGMENTS),
             max_rank=power_of_two(group.max_rank, MIN_RANK),
             dropout=group.dropout,
-            tiles=Tiles.for_tokens(
-                num_tokens,
-                group.out_features,
-                dropout=group.dropout,
-                per_sequence=group.per_sequence,
-            ),
+            tiles=Tiles.for_tokens(num_tokens, dropout=group.dropout),
         )
         if layout not in self._blocks:
             blocks = Blocks.new(layout, self.device)

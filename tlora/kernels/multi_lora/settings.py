@@ -33,13 +33,6 @@ class Tuning:
     """`reduce`: rank tiles below this are computed as [features, rank rows], which fills the tensor
     cores' 64 rows with features."""
 
-    short: int = 0
-    """`reduce_b`: features of a tile where a program holds all tokens of a short job. 0: short jobs
-    go the way of the others."""
-
-    short_stages: int = 3
-    """Depth of the load pipeline there."""
-
     @property
     def limits(self) -> dict[str, int]:
         return {"maxnreg": self.registers} if self.registers else {}
@@ -87,7 +80,7 @@ MEASURED = Device(shared_bytes=232_448, capability=90)
 TUNINGS: dict[str, Tuning] = {
     "shrink": Tuning(tokens=128, features=64, warps=8, stages=3, programs=2, parts=264),
     "shrink deep": Tuning(
-        tokens=64, features=64, warps=4, stages=3, programs=3, registers=168, parts=264
+        tokens=64, features=64, warps=4, stages=4, registers=168, programs=2, parts=264
     ),
     # Tiles of four bytes a value would not fit the shared memory otherwise.
     "shrink float32": Tuning(tokens=128, features=32, warps=8, stages=2, programs=2, parts=264),
@@ -104,14 +97,8 @@ TUNINGS: dict[str, Tuning] = {
     "reduce_a dropout": Tuning(
         tokens=64, features=64, warps=4, stages=3, registers=128, programs=4
     ),
-    "reduce_b small": Tuning(
-        tokens=64, features=256, warps=4, stages=3, programs=2, turned=64, short=64, short_stages=2
-    ),
-    "reduce_b large": Tuning(
-        tokens=64, features=256, warps=8, stages=3, programs=1, turned=64, short=64
-    ),
-    # Four bytes a value of B leave no room for short jobs' tiles.
-    "reduce_b cast": Tuning(tokens=64, features=256, warps=8, stages=3, programs=1, turned=64),
+    "reduce_b small": Tuning(tokens=64, features=256, warps=4, stages=3, programs=2, turned=64),
+    "reduce_b large": Tuning(tokens=64, features=256, warps=8, stages=3, programs=1, turned=64),
     "reduce_b float32": Tuning(
         tokens=64, features=128, warps=8, stages=2, registers=255, programs=1
     ),
@@ -140,9 +127,9 @@ def _smaller(kernel: str, best: Tuning) -> Iterator[Tuning]:
     # Blocks of `shrink` have the tokens that the work list says.
     tokens = [best.tokens] if kernel == "shrink" else _halves(best.tokens, 16)
     for t, f in product(tokens, _halves(best.features, LEAST_FEATURES)):
-        for stages, short in product(range(best.stages, 1, -1), {best.short: 0, 0: 0}):
+        for stages in range(best.stages, 1, -1):
             # The line itself where it fits, not a copy.
-            smaller = replace(best, tokens=t, features=f, stages=stages, short=short)
+            smaller = replace(best, tokens=t, features=f, stages=stages)
             yield best if smaller == best else smaller
 
 
@@ -162,8 +149,7 @@ def case_of(kernel: str, shape: Shape) -> str:
         case "reduce_a":
             return "reduce_a dropout" if shape.dropout else f"reduce_a {size}"
         case "reduce_b":
-            cast = size == "large" and shape.pool_itemsize == 4
-            return "reduce_b float32" if wide else "reduce_b cast" if cast else f"reduce_b {size}"
+            return "reduce_b float32" if wide else f"reduce_b {size}"
         case "expand_y" | "expand_dx" if wide:
             return "expand float32"
         case "expand_dx" if shape.dropout:
@@ -175,7 +161,7 @@ def case_of(kernel: str, shape: Shape) -> str:
 def shared_bytes(kernel: str, shape: Shape, tuning: Tuning, capability: int) -> int:
     """Shared memory that a program takes at most: what Triton lays there of the tiles of the widest
     adapter. The compiler is asked in tests/kernels/multi_lora/test_shared_memory.py."""
-    depth = _buffers(shape, tuning.stages, capability)
+    depth = _buffers(shape, tuning, capability)
     match kernel:
         case "shrink":
             found = _shrink_bytes(shape, tuning, depth, capability)
@@ -191,14 +177,14 @@ def shared_bytes(kernel: str, shape: Shape, tuning: Tuning, capability: int) -> 
 BARRIER_BYTES = 64
 
 
-def _buffers(shape: Shape, stages: int, capability: int) -> int:
+def _buffers(shape: Shape, tuning: Tuning, capability: int) -> int:
     """Tiles of one operand that lie there at once. Products that read shared memory themselves
     (half precision, Hopper and server Blackwell) keep theirs while the next are on their way;
     before Ampere nothing loads ahead."""
     if capability < 80:
         return 1
     reads_shared = shape.itemsize == 2 and 90 <= capability < 120
-    return stages if reads_shared else max(1, stages - 1)
+    return tuning.stages if reads_shared else max(1, tuning.stages - 1)
 
 
 def _lies_twice(shape: Shape, capability: int) -> bool:
@@ -262,23 +248,7 @@ def _reduce_bytes(kernel: str, shape: Shape, tuning: Tuning, depth: int, capabil
     if _lies_twice(shape, capability):
         most = max(most, 2 * (max(p, q) + (w if fused else 0)))
     # Or the gradient, which changes places between threads before it is stored.
-    most = max(most, rank * tuning.features * 4 + (p if fused else 0))
-    if fused and tuning.short:
-        most = max(most, _short_bytes(shape, tuning, rank, capability))
-    return most
-
-
-def _short_bytes(shape: Shape, tuning: Tuning, rank: int, capability: int) -> int:
-    depth = _buffers(shape, tuning.short_stages, capability)
-    q, w = SHORT_TOKENS * tuning.short * shape.itemsize, rank * tuning.short
-    held = SHORT_TOKENS * rank * shape.itemsize
-    most = depth * (q + w * shape.pool_itemsize) + held
-    if shape.pool_itemsize != shape.itemsize:
-        most += w * shape.itemsize
-    if _lies_twice(shape, capability):
-        most = max(most, 2 * (q + held))
-    # Gradients are loaded ahead too, and change places before they are stored.
-    return most + tuning.short_stages * w * 4
+    return max(most, rank * tuning.features * 4 + (p if fused else 0))
 
 
 SHRINK_RANK = 128
@@ -289,19 +259,6 @@ CHUNK_RANK = 64
 
 STACK_RANK = 64
 """Rank rows of all linears that one program holds of the gradient of A."""
-
-
-SHORT_TOKENS = 256
-"""Jobs of so many tokens in a nano-batch are short: a program holds them and walks features."""
-
-
-def short_span(num_tokens: int, out_features: int) -> int:
-    """Features of dB that it walks, of so many of all linears: many, if the device is full all the
-    same; at least as many as a tile of the usual way has."""
-    for span in (1024, 512):
-        if num_tokens // SHORT_TOKENS * (out_features // span) >= 256:
-            return span
-    return 256
 
 
 def shrink_tokens(dropout: bool) -> int:

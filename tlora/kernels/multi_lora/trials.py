@@ -93,7 +93,7 @@ class _Values:
             max_segments=MIN_SEGMENTS,
             max_rank=MIN_RANK,
             dropout=dropout,
-            tiles=Tiles.for_tokens(tokens, self.outs, dropout=dropout),
+            tiles=Tiles.for_tokens(tokens, dropout=dropout),
         )
         self.x, self.dy = random(tokens, width), [random(tokens, out) for out in self.outs]
         self.a = random(self.n * rows, width, dtype=operands)
@@ -171,19 +171,17 @@ class _Values:
 
         def launch(out, tuning):
             triton_backward.sum_parts(
-                out[0], part, list(self.outs), self._of_b().features, self.blocks, tuning,
-                span=triton_backward.span_of(self.blocks.layout, self._of_b()),
-            )  # fmt: skip
+                out[0], part, list(self.outs), self._tile(), self.blocks, tuning
+            )
 
         return lambda: [torch.zeros_like(self.s)], launch
 
-    def _of_b(self) -> Tuning:
-        """What makes the parts that are summed."""
+    def _tile(self) -> int:
         shape = triton_forward.shape_of(self.blocks.layout, self.s, self.b[0], dropout=False)
-        return tuning_of("reduce_b", shape, self.s.device)
+        return tuning_of("reduce_b", shape, self.s.device).features
 
     def _parts(self) -> torch.Tensor:
-        return self.s.new_zeros(-(-max(self.outs) // self._of_b().features), *self.s.shape)
+        return self.s.new_zeros(-(-max(self.outs) // self._tile()), *self.s.shape)
 
 
 def _segments(tokens: int, linears: int, dropout: float) -> list[Segment]:

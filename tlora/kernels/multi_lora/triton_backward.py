@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from tlora.kernels.multi_lora import blocks as lists
-from tlora.kernels.multi_lora.blocks import Blocks, Layout
+from tlora.kernels.multi_lora.blocks import Blocks
 from tlora.kernels.multi_lora.devices import tuning_of
 from tlora.kernels.multi_lora.settings import Tuning
 from tlora.kernels.multi_lora.triton_forward import (
@@ -49,7 +49,6 @@ from tlora.kernels.multi_lora.triton_streams import feature_hash, kept, linear_k
 INDEX = tl.constexpr(lists.INDEX)
 GROUP = tl.constexpr(lists.GROUP)
 ZERO = tl.constexpr(lists.ZERO)
-SHORT = tl.constexpr(lists.SHORT)
 
 SUM_PARTS = 8
 """Parts that are on their way at once."""
@@ -192,131 +191,46 @@ def _reduce_item(
                           DROPOUT, FUSED, EVEN, (16 << i) < TURNED)  # fmt: skip
 
 
-@triton.jit
-def _short_piece(
-    p_g, p_p, p_q, p_w, p_part, p_row, rank, n, n_0, n_1,
-    W: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
-    EVEN: tl.constexpr, TURNED: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    start, count = tl.load(p_row + START).to(tl.int64), tl.load(p_row + COUNT)
-    w_row = tl.load(p_row + W_ROW).to(tl.int64)
-    col = tl.multiple_of(tl.load(p_row + COL), 8)
-    is_zero = tl.load(p_row + ZERO) != 0
-    o_t, o_r, o_n = tl.arange(0, BT), tl.arange(0, BR), tl.arange(0, BN)
-    m_t = (o_t < count)[:, None]
-    m_p = m_t & (o_r < tl.multiple_of((rank + 7) // 8 * 8, 8))[None, :]
-    o_p = (start * W + col) + o_t[:, None] * W + o_r[None, :]
-    b_p = tl.load(p_p + o_p, mask=m_p, other=0.0)  # [BT, BR]
-    b_d = tl.zeros([BT, BR], dtype=tl.float32)
-    o_q = o_t[:, None] * n + o_n[None, :]
-    o_g = o_r[:, None] * n + o_n[None, :]
-    p_q += start * n
-    p_g += w_row * n
-    p_w += w_row * n
-    for i_n in tl.range(n_0, n_1, BN, num_stages=STAGES):
-        m_q, m_g = m_t, (o_r < rank)[:, None]
-        if not EVEN:
-            m_q = m_q & (o_n < n - i_n)[None, :]
-            m_g = m_g & (o_n < n - i_n)[None, :]
-        # A gradient that is known to be zero is not read.
-        b_old = tl.load(p_g + i_n + o_g, mask=m_g & (not is_zero), other=0.0)
-        b_q = tl.load(p_q + i_n + o_q, mask=m_q, other=0.0)  # [BT, BN]
-        b_w = tl.load(p_w + i_n + o_g, mask=m_g, other=0.0).to(b_q.dtype)  # [BR, BN]
-        if TURNED:
-            b_g = tl.trans(tl.dot(tl.trans(b_q), b_p, input_precision="ieee"))
-        else:
-            b_g = tl.dot(tl.trans(b_p), b_q, input_precision="ieee")
-        b_d = tl.dot(b_q, tl.trans(b_w), b_d, input_precision="ieee")
-        tl.store(p_g + i_n + o_g, b_old + b_g, mask=m_g)
-    tl.store(p_part + o_p, b_d.to(p_part.dtype.element_ty), mask=m_p)
-
-
-@triton.jit
-def _short_item(
-    p_g0, p_g1, p_g2, p_p, p_q0, p_q1, p_q2, p_w0, p_w1, p_w2, p_part,
-    p_table, first_row, i_item, part_stride,
-    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
-    W: tl.constexpr, NUM: tl.constexpr, ENDS: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr, CLASSES: tl.constexpr,
-    EVEN: tl.constexpr, ALIGN: tl.constexpr, TURNED: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """All tokens of a job stay while the program walks features: a tile of dB is whole at once, and
-    dS of all these features is one part. `_reduce_item` would begin and end anew for every tile,
-    which takes as long as its few tokens."""
-    i_row, i_span = place_of(p_table, i_item, ENDS, SPAN, N0, N1, N2)
-    p_row = p_table + (first_row + i_row) * COLUMNS
-    i_l = tl.load(p_row + LINEAR)
-    n = tl.multiple_of(pick(i_l, N0, N1, N2, NUM), ALIGN)
-    rank = tl.load(p_row + RANK)
-    p_g = pick(i_l, p_g0, p_g1, p_g2, NUM)
-    p_q = pick(i_l, p_q0, p_q1, p_q2, NUM)
-    p_w = pick(i_l, p_w0, p_w1, p_w2, NUM)
-    p_part += i_span * tl.multiple_of(part_stride.to(tl.int64), 8)
-    n_0 = i_span * SPAN
-    n_1 = tl.minimum(n_0 + SPAN, n)
-    for i in tl.static_range(CLASSES):
-        if (rank > (8 << i if i > 0 else 0)) & (rank <= 16 << i):
-            _short_piece(p_g, p_p, p_q, p_w, p_part, p_row, rank, n, n_0, n_1,
-                         W, BT, BN, 16 << i, EVEN, (16 << i) < TURNED, STAGES)  # fmt: skip
-
-
-@triton.jit(
-    do_not_specialize=[
-        "first_row", "short_first_row", "linear_0", "linear_1", "linear_2", "part_stride",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["first_row", "linear_0", "linear_1", "linear_2", "part_stride"])
 def reduce_kernel(
     p_g0, p_g1, p_g2, p_sums, p_done, p_p, p_q0, p_q1, p_q2, p_w0, p_w1, p_w2, p_part, p_rows,
-    p_table, first_row, short_first_row, linear_0, linear_1, linear_2, part_stride,
-    LIST: tl.constexpr, SHORT_LIST: tl.constexpr,
-    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, MAX_N: tl.constexpr,
-    W: tl.constexpr, NUM: tl.constexpr, TILES: tl.constexpr,
-    ENDS: tl.constexpr, SHORT_ENDS: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, SHORT_BT: tl.constexpr, SHORT_BN: tl.constexpr,
-    SPAN: tl.constexpr, SHORT_STAGES: tl.constexpr,
-    CLASSES: tl.constexpr, DROPOUT: tl.constexpr,
+    p_table, first_row, linear_0, linear_1, linear_2, part_stride,
+    LIST: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, MAX_N: tl.constexpr,
+    W: tl.constexpr, NUM: tl.constexpr, TILES: tl.constexpr, ENDS: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, CLASSES: tl.constexpr, DROPOUT: tl.constexpr,
     FUSED: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, TURNED: tl.constexpr,
+    LOOP: tl.constexpr,
 ):  # fmt: skip
-    """grad[rank rows, features] += P^T drop(Q) over a chunk of a job: S and dY, or dS and X. Short
-    jobs come last, for their items are the smaller ones."""
+    """grad[rank rows, features] += P^T drop(Q) over a chunk of a job: S and dY, or dS and X."""
     total = num_items(p_table, LIST, ENDS, BN, N0, N1, N2)
-    every = total
-    if SHORT_LIST >= 0:
-        every += num_items(p_table, SHORT_LIST, SHORT_ENDS, SPAN, N0, N1, N2)
-    for i in tl.range(tl.program_id(0), every, tl.num_programs(0), disable_licm=True):
-        if i < total:
+    i_item = tl.program_id(0)
+    if LOOP:
+        for i in tl.range(i_item, total, tl.num_programs(0), disable_licm=True):
             _reduce_item(p_g0, p_g1, p_g2, p_sums, p_done, p_p, p_q0, p_q1, p_q2,
                          p_w0, p_w1, p_w2, p_part, p_rows, p_table, first_row, i,
                          linear_0, linear_1, linear_2, part_stride,
                          N0, N1, N2, MAX_N, W, NUM, TILES, ENDS, BT, BN,
                          CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED)  # fmt: skip
-        elif SHORT_LIST >= 0:
-            if SHORT_BN > 0:
-                _short_item(p_g0, p_g1, p_g2, p_p, p_q0, p_q1, p_q2, p_w0, p_w1, p_w2, p_part,
-                            p_table, short_first_row, i - total, part_stride,
-                            N0, N1, N2, W, NUM, SHORT_ENDS, SHORT_BT, SHORT_BN, SPAN,
-                            CLASSES, EVEN, ALIGN, TURNED, SHORT_STAGES)  # fmt: skip
-            else:
-                _reduce_item(p_g0, p_g1, p_g2, p_sums, p_done, p_p, p_q0, p_q1, p_q2,
-                             p_w0, p_w1, p_w2, p_part, p_rows, p_table, short_first_row, i - total,
-                             linear_0, linear_1, linear_2, part_stride,
-                             N0, N1, N2, MAX_N, W, NUM, TILES, SHORT_ENDS, BT, BN,
-                             CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED)  # fmt: skip
+    elif i_item < total:
+        _reduce_item(p_g0, p_g1, p_g2, p_sums, p_done, p_p, p_q0, p_q1, p_q2,
+                     p_w0, p_w1, p_w2, p_part, p_rows, p_table, first_row, i_item,
+                     linear_0, linear_1, linear_2, part_stride,
+                     N0, N1, N2, MAX_N, W, NUM, TILES, ENDS, BT, BN,
+                     CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED)  # fmt: skip
 
 
 @triton.jit
 def _sum_item(
     p_s, p_part, p_row, i_b, part_stride,
     N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, W: tl.constexpr,
-    NUM: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr,
-    PARTS: tl.constexpr, CLASSES: tl.constexpr,
+    NUM: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr,
+    CLASSES: tl.constexpr,
 ):  # fmt: skip
     count = tl.load(p_row + COUNT)
     if i_b * BT < count:
         rank, scale = tl.load(p_row + RANK), float_bits(tl.load(p_row + SCALE))
         start, col = tl.load(p_row + START).to(tl.int64), tl.multiple_of(tl.load(p_row + COL), 8)
-        n = pick(tl.load(p_row + LINEAR), N0, N1, N2, NUM)
-        tiles = tl.where(tl.load(p_row + SHORT) != 0, tl.cdiv(n, SPAN), tl.cdiv(n, BN))
+        tiles = tl.cdiv(pick(tl.load(p_row + LINEAR), N0, N1, N2, NUM), BN)
         stride = tl.multiple_of(part_stride.to(tl.int64), 8)
         o_t = i_b * BT + tl.arange(0, BT)
         for i in tl.static_range(CLASSES):
@@ -338,7 +252,7 @@ def _sum_item(
 def sum_kernel(
     p_s, p_part, p_table, first_row, part_stride,
     LIST: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, W: tl.constexpr,
-    NUM: tl.constexpr, BLOCKS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr,
+    NUM: tl.constexpr, BLOCKS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
     PARTS: tl.constexpr, CLASSES: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
     """dS[tokens, columns] = scale * the sum of its parts over tiles of features, in order."""
@@ -348,11 +262,11 @@ def sum_kernel(
         for i in tl.range(i_item, total, tl.num_programs(0), disable_licm=True):
             p_row = p_table + (first_row + i // BLOCKS) * COLUMNS
             _sum_item(p_s, p_part, p_row, i % BLOCKS, part_stride,
-                      N0, N1, N2, W, NUM, BT, BN, SPAN, PARTS, CLASSES)  # fmt: skip
+                      N0, N1, N2, W, NUM, BT, BN, PARTS, CLASSES)  # fmt: skip
     elif i_item < total:
         p_row = p_table + (first_row + i_item // BLOCKS) * COLUMNS
         _sum_item(p_s, p_part, p_row, i_item % BLOCKS, part_stride,
-                  N0, N1, N2, W, NUM, BT, BN, SPAN, PARTS, CLASSES)  # fmt: skip
+                  N0, N1, N2, W, NUM, BT, BN, PARTS, CLASSES)  # fmt: skip
 
 
 def reduce(
@@ -377,37 +291,17 @@ def reduce(
     tiles = -(-max(features) // tuning.features)
     fused = part is not None
     sums = torch.empty(layout.partial_rows, max(features), dtype=torch.float32, device=p.device)
-    # Jobs that the usual kernel takes anyway are in its own list.
-    short = "short_b" if name == "reduce_b" and layout.tiles.short_tokens else name
-    items = (layout.capacity[name] + layout.capacity["short_b"]) * tiles
-    reduce_kernel[(num_programs(items, tuning, p.device),)](
+    reduce_kernel[(num_programs(layout.capacity[name] * tiles, tuning, p.device),)](
         *three(grads), sums, blocks.finished, p, *three(q), *three(w if fused else q),
         part if fused else p, rows, blocks.table,
-        layout.first_row[name], layout.first_row[short], *three(linears),
-        part[0].numel() if fused else 0,
-        lists.LISTS.index(name), -1 if short == name else lists.LISTS.index(short),
-        *three(features), max(features), p.shape[1], n, tiles,
-        lists.ENDS.get(name, 0), lists.ENDS.get(short, 0),
-        tuning.tokens, tuning.features,
-        layout.tiles.short_tokens, tuning.short if fused else 0, span_of(layout, tuning, fused),
-        tuning.short_stages,
+        layout.first_row[name], *three(linears), part[0].numel() if fused else 0,
+        lists.LISTS.index(name), *three(features), max(features), p.shape[1], n, tiles,
+        lists.ENDS.get(name, 0), tuning.tokens, tuning.features,
         rank_classes(layout.most_rank(name)),
-        dropout, fused, is_even(features, tuning),
-        alignment(features), tuning.turned,
+        dropout, fused, all(size % tuning.features == 0 for size in features),
+        alignment(features), tuning.turned, tuning.programs > 0,
         num_warps=tuning.warps, num_stages=tuning.stages, **tuning.limits,
     )  # fmt: skip
-
-
-def is_even(features: list[int], tuning: Tuning) -> bool:
-    """Whether tiles of both ways cover the features and no more."""
-    return all(
-        size % tuning.features == 0 and size % max(1, tuning.short) == 0 for size in features
-    )
-
-
-def span_of(layout: Layout, tuning: Tuning, fused: bool = True) -> int:
-    """Features of a short job that an item of `reduce_b` has, and a part of its dS."""
-    return layout.tiles.short_span if fused and tuning.short else tuning.features
 
 
 def reduce_fused(
@@ -433,7 +327,7 @@ def reduce_fused(
     part = torch.empty(tiles, *s.shape, dtype=part_dtype or s.dtype, device=s.device)
     reduce(grads, s, dy, blocks, rows, linears, name="reduce_b", tuning=tuning, w=b, part=part)
     sum_tuning = sum_tuning or tuning_of("sum", shape, s.device)
-    sum_parts(ds, part, features, tuning.features, blocks, sum_tuning, span=span_of(layout, tuning))
+    sum_parts(ds, part, features, tuning.features, blocks, sum_tuning)
 
 
 def sum_parts(
@@ -443,18 +337,15 @@ def sum_parts(
     tile: int,
     blocks: Blocks,
     tuning: Tuning,
-    *,
-    span: int,
 ) -> None:
-    """ds = scale * the sum of part[i] over the tiles of each linear's features, which are wider for
-    short jobs."""
+    """ds = scale * the sum of part[i] over the tiles of each linear's features."""
     layout = blocks.layout
     per_row = -(-layout.tiles.shrink_tokens // tuning.tokens)
     programs = num_programs(layout.capacity["shrink_dy"] * per_row, tuning, ds.device)
     sum_kernel[(programs,)](
         ds, part, blocks.table, layout.first_row["shrink_dy"], part[0].numel(),
         lists.LISTS.index("shrink_dy"), *three(features), ds.shape[1], layout.num_linears, per_row,
-        tuning.tokens, tile, span, SUM_PARTS,
+        tuning.tokens, tile, SUM_PARTS,
         rank_classes(layout.most_rank("shrink_dy")), tuning.programs > 0,
         num_warps=tuning.warps, **tuning.limits,
     )  # fmt: skip
