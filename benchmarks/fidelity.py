@@ -19,6 +19,7 @@ import shlex
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +42,7 @@ from fidelity_calibration import (
 )
 from fidelity_overheads import Overheads
 from fidelity_prices import NanoBatches, RunBatch, price_error_pct
+from fidelity_probe import Probe, Span
 from fidelity_verdict import LIMITS_PCT, judged, print_table
 
 from tlora.control import Loop, Turn
@@ -104,6 +106,7 @@ def main() -> int:
         calibration = Calibration(
             options.workers, measured.budget_tokens, options.calibration_seconds, work
         )
+        probe = Probe()
         try:
             for _ in range(ROUNDS_BEFORE):
                 calibration.run_round()
@@ -113,12 +116,12 @@ def main() -> int:
             real, drifts = run_all(spec, requests, costs, calibration, options, work)
             overheads = calibration.overheads(measured)
         finally:
+            probe.close()
             calibration.close()
+    speeds = Speeds(calibration, probe)
     say(f"the simulation is told: {overheads.line}")
     simulator = Simulator(measured, overheads, requests, costs)
-    found = {
-        policy: compared(policy, runs, simulator, calibration) for policy, runs in real.items()
-    }
+    found = {policy: compared(policy, runs, simulator, speeds) for policy, runs in real.items()}
     verdict = judged(found)
     print_table(found, verdict)
     line = {
@@ -134,6 +137,7 @@ def main() -> int:
         "noise_pct": measured.noise_pct,
         "overheads": overheads.as_json,
         "machine_slower_pct": drifts,
+        "probe": speeds.as_json,
         "policies": found,
         **verdict,
     }
@@ -217,6 +221,8 @@ class RealRun:
     round_before: int
     """Of the calibration; the next one came after it."""
 
+    span: Span
+
 
 def run_all(
     spec: RunSpec,
@@ -237,13 +243,15 @@ def run_all(
             drifts.append(calibration.run_round())
             root = run_directory(spec, work / f"{policy}-{repeat}")
             batches = NanoBatches()
-            turns = run_for_real(policy, requests, costs, root, options.workers, batches)
+            turns, span = run_for_real(policy, requests, costs, root, options.workers, batches)
             difference = replay(
                 turns,
                 state=State(costs.cluster),
                 policy=make_policy(policy, fresh(costs), SETTINGS),
             )
-            run = RealRun(figures(turns), difference is None, batches.kept, calibration.rounds - 1)
+            run = RealRun(
+                figures(turns), difference is None, batches.kept, calibration.rounds - 1, span
+            )
             found[policy].append(run)
             say(
                 f"{policy}, repeat {repeat + 1}: makespan {run.figures.makespan_s:.1f} s, mean JCT "
@@ -287,34 +295,69 @@ class Simulator:
         return price_error_pct(run.batches, loads, self.truth(slower))
 
 
+class Speeds:
+    """How slow the machine was in each real run, against its mean over all rounds of the
+    calibration: what a worker took in the rounds before and after it, times how much longer than in
+    that round the probe's work took during the run. No outcome of a run is used for it."""
+
+    def __init__(self, calibration: Calibration, probe: Probe) -> None:
+        self._calibration, self._probe = calibration, probe
+
+    def around(self, run: RealRun) -> list[float]:
+        """As the rounds alone say."""
+        numbers = (run.round_before, run.round_before + 1)
+        return [slower for number in numbers for slower in self._calibration.slowness(number)]
+
+    def during(self, run: RealRun) -> list[float]:
+        seconds = self._probe.seconds(run.span)
+        return [
+            (1 + slower) * seconds / self._probe.seconds(self._calibration.spans[number]) - 1
+            for number in (run.round_before, run.round_before + 1)
+            for slower in self._calibration.slowness(number)
+        ]
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        """Milliseconds of each round, and how well they follow what the workers took there."""
+        spans = self._calibration.spans
+        taken = [self._probe.seconds(span) * 1e3 for span in spans]
+        workers = [statistics.mean(self._calibration.slowness(i)) for i in range(len(spans))]
+        return {"rounds_ms": taken, "correlation": float(np.corrcoef(taken, workers)[0, 1])}
+
+
 def compared(
-    policy: str, runs: Sequence[RealRun], simulator: Simulator, calibration: Calibration
+    policy: str, runs: Sequence[RealRun], simulator: Simulator, speeds: Speeds
 ) -> dict[str, Any]:
-    """The simulated figures are means over the speeds that every worker had before and after every
-    real run: who is grouped with whom hangs on moments, so that a machine that is a hundredth
-    slower may end a run a tenth later."""
-    around = [
-        [*calibration.slowness(run.round_before), *calibration.slowness(run.round_before + 1)]
-        for run in runs
-    ]
+    """The simulated figures are means over the speeds that were seen for every real run: who is
+    grouped with whom hangs on moments, so that a machine that is a hundredth slower may end a run a
+    tenth later."""
+    around = [speeds.during(run) for run in runs]
     simulated = [simulator.run(policy, slower) for speeds in around for slower in speeds]
+    by_rounds = [simulator.run(policy, slower) for run in runs for slower in speeds.around(run)]
     once = simulator.run(policy)
-    mean = {
-        name: statistics.mean(getattr(each, name) for each in simulated)
-        for name in Figures.__slots__
-    }
+    mean = means(simulated)
     return {
         "simulated": mean,
         "simulated_runs": [as_dict(each) for each in simulated],
         "simulated_at_mean_speed": as_dict(once),
         "real": [as_dict(run.figures) for run in runs],
+        "slower_pct": [statistics.mean(each) * 100 for each in around],
+        "slower_by_rounds_pct": [statistics.mean(speeds.around(run)) * 100 for run in runs],
         "error_pct": errors_pct(mean, runs),
+        "error_by_rounds_pct": errors_pct(means(by_rounds), runs),
         "error_at_mean_speed_pct": errors_pct(as_dict(once), runs),
         "price_error_pct": [
-            simulator.price_error_pct(run, statistics.mean(speeds))
-            for run, speeds in zip(runs, around, strict=True)
+            simulator.price_error_pct(run, statistics.mean(slower))
+            for run, slower in zip(runs, around, strict=True)
         ],
         "replayed": sum(run.replayed for run in runs),
+    }
+
+
+def means(simulated: Sequence[Figures]) -> dict[str, float]:
+    return {
+        name: statistics.mean(getattr(each, name) for each in simulated)
+        for name in Figures.__slots__
     }
 
 
@@ -337,7 +380,7 @@ def run_for_real(
     root: Path,
     workers: int,
     watch: NanoBatches,
-) -> list[Turn]:
+) -> tuple[list[Turn], Span]:
     devices = ready_workers(root, workers)
     store: SqliteStore[Turn] = SqliteStore(
         root / "state.sqlite", decode=turn_of_json, about={"policy": policy}
@@ -352,13 +395,15 @@ def run_for_real(
         clock=clock,
         tick_s=TICK_S,
     )
+    began = time.monotonic()
     try:
         loop.run()
+        span = Span(began, time.monotonic())
     finally:
         executor.close()
     turns = list(store.turns())
     store.close()
-    return turns
+    return turns, span
 
 
 def figures(turns: Sequence[Turn]) -> Figures:

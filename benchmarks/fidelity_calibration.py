@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from fidelity_overheads import GroupRate, Overheads, fit_overheads
+from fidelity_probe import Span
 
 from tlora.config import dump_spec, load_spec
 from tlora.core.assets import DEMO
@@ -181,6 +182,9 @@ class Calibration:
         self._seen: list[dict[tuple[int, int], float]] = []
         """Round by round, seconds per token of each group on each worker."""
 
+        self.spans: list[Span] = []
+        """When each round was."""
+
         self._attaches: list[float] = []
         self._ended = endings(self._workers, workers, bucket)
 
@@ -188,6 +192,7 @@ class Calibration:
         """Every group once, in an order of its own. How much slower all were than in the first
         round, in percent."""
         found: dict[tuple[int, int], float] = {}
+        began = time.monotonic()
         for place in self._generator.permutation(len(GROUPS)).tolist():
             names = [
                 [f"c{device}-{number}" for number in GROUPS[place][0]]
@@ -199,6 +204,7 @@ class Calibration:
             for device in range(self._count):
                 found[place, device] = 1 / tokens_per_s(heard, device)
         self._seen.append(found)
+        self.spans.append(Span(began, time.monotonic()))
         return (statistics.mean(found[key] / self._seen[0][key] for key in found) - 1) * 100
 
     @property

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -123,13 +124,21 @@ def test_a_pair_that_is_turned_round_is_alike_only_within_what_repeats_differ_by
         assert verdict.judged({"a": policy(10, 10, 10, error=error)})["holds"] is holds
 
 
-def test_a_run_is_compared_with_the_mean_over_the_speeds_around_it(script) -> None:
-    """Each simulated figure counts once; the one at the mean speed stands beside it."""
+def test_a_run_is_compared_with_the_mean_over_the_speeds_that_were_seen_for_it(script) -> None:
+    """Each round's speeds times how much longer the probe's work took in the run; each simulated
+    figure counts once. What the rounds alone say, and the mean speed, stand beside it."""
     fidelity: ModuleType = script("fidelity")
+    span = script("fidelity_probe").Span
 
     class Rounds:
+        spans = (span(0.0, 1.0), span(2.0, 3.0))
+
         def slowness(self, number: int) -> list[float]:
             return [[0.0, 0.1], [0.2, 0.3]][number]
+
+    class Work:
+        def seconds(self, during) -> float:
+            return {0.0: 2.0, 1.0: 2.2, 2.0: 2.5}[during.begin]
 
     class Simulated:
         def run(self, policy: str, slower: float = 0.0):
@@ -138,13 +147,37 @@ def test_a_run_is_compared_with_the_mean_over_the_speeds_around_it(script) -> No
         def price_error_pct(self, run, slower: float) -> float:
             return slower
 
-    real = fidelity.RealRun(fidelity.Figures(11.5, 5.0, 8.0, 0, 1), True, [], 0)
-    found = fidelity.compared("tlora", [real], Simulated(), Rounds())
+    real = fidelity.RealRun(fidelity.Figures(11.5, 5.0, 8.0, 0, 1), True, [], 0, span(1.0, 2.0))
+    speeds = fidelity.Speeds(Rounds(), Work())
+    found = fidelity.compared("tlora", [real], Simulated(), speeds)
+    assert [run["makespan_s"] for run in found["simulated_runs"]] == pytest.approx(
+        [11.0, 12.1, 10.56, 11.44]
+    )
     assert found["error_pct"] == pytest.approx(
+        {"makespan_s": 100 * (11.275 / 11.5 - 1), "jct_mean_s": 12.75, "jct_p99_s": 0.0}
+    )
+    assert found["error_by_rounds_pct"] == pytest.approx(
         {"makespan_s": 0.0, "jct_mean_s": 15.0, "jct_p99_s": 0.0}
     )
     assert found["error_at_mean_speed_pct"]["makespan_s"] == pytest.approx(100 * (10 / 11.5 - 1))
-    assert len(found["simulated_runs"]) == 4 and found["price_error_pct"] == pytest.approx([0.15])
+    assert found["price_error_pct"] == pytest.approx([0.1275])
+    assert speeds.as_json["correlation"] == pytest.approx(1.0)
+
+
+def test_the_probe_counts_what_its_work_took_in_a_span(script) -> None:
+    module: ModuleType = script("fidelity_probe")
+    probe = module.Probe()
+    began = time.monotonic()
+    while len(probe._samples) < 3:
+        assert time.monotonic() < began + 60
+        time.sleep(0.05)
+    probe.close()
+    every = module.Span(began, time.monotonic())
+    first = module.Span(began, probe._samples[0][0])
+    assert probe.seconds(first) == probe._samples[0][1] > 0
+    assert probe.seconds(every) == pytest.approx(
+        sum(took for _, took in probe._samples) / len(probe._samples)
+    )
 
 
 def test_composed_rates_end_runs_when_nano_batches_one_by_one_do(script, tmp_path, capsys) -> None:
