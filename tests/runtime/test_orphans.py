@@ -4,12 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import yaml
 from support.runs import job_file
+from support.task_faults import EVALUATED, long_in_training
 from support.tasks import tasks_file
 
 from tlora.core.errors import SpecError
@@ -57,3 +59,27 @@ def test_a_directory_is_taken_as_long_as_a_worker_lives(command, base, rows, tmp
         with suppress(ProcessLookupError):
             os.killpg(leader.pid, signal.SIGKILL)
         leader.communicate()
+
+
+def test_a_worker_in_the_middle_of_something_ends_with_its_leader(base, tmp_path, monkeypatch):
+    """It does not have to come to its pipe for that."""
+    monkeypatch.setattr(directory, "ORPHANS_S", 10.0)
+    (tmp_path / "file.yaml").write_text(yaml.safe_dump(tasks_file(base, tmp_path)))
+    root, runner = tmp_path / "run", SUPPORT / "tasks_runner.py"
+    leader = subprocess.Popen(
+        [sys.executable, runner, tmp_path / "file.yaml", root, long_in_training.__name__],
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        while not (root / EVALUATED).exists():
+            assert leader.poll() is None
+            time.sleep(0.01)
+        leader.kill()
+        leader.wait()
+        free = RunDirectory(root)
+        free.take()
+        free.close()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(leader.pid, signal.SIGKILL)

@@ -49,3 +49,14 @@ def slow_to_tell(connection, directory, *arguments) -> None:
 
     Recorder.on_evaluation = late
     serve(connection, directory, *arguments)
+
+
+def long_in_training(connection, directory, *arguments) -> None:
+    """Its trials train on and on, whoever is gone."""
+
+    def endless(self, driver, done):
+        (Path(directory) / EVALUATED).touch()
+        time.sleep(600)
+
+    Recorder.on_evaluation = endless
+    serve(connection, directory, *arguments)

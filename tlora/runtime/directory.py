@@ -30,8 +30,7 @@ PATIENCE_S = 1.0
 """So long a directory is tried for: who looks whether somebody is at work has it for a moment."""
 
 ORPHANS_S = 60.0
-"""And so long if whoever took it is gone: its workers end when they notice, and write nothing after
-that."""
+"""And so long if whoever took it is gone: its workers end when they notice, which is soon."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 They are forked from one server process that has loaded torch and transformers (multiprocessing's
 forkserver): loading these takes seconds, a fork does not, and a device that was lost is soon back.
-Commands and messages go through pipes as JSON. A worker whose leader is gone ends by itself.
+Commands and messages go through pipes as JSON. A worker whose leader is gone ends by itself,
+whatever it is about.
 
 Each imports the script that started it, as multiprocessing does. One that starts workers wherever
 it is imported would do so again in each of them: `end_if_imported` ends those, and the leader says
@@ -11,8 +12,10 @@ what is missing.
 
 import multiprocessing
 import os
+import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -200,6 +203,7 @@ def serve(
         Path(directory), device, limit_tokens, exact_tokens, asks, reserve_rows
     )
     outbox = _Outbox(connection)
+    threading.Thread(target=end_with_leader, args=(connection,), daemon=True).start()
     try:
         worker = Worker(settings, outbox.put)
         while not worker.stopped:
@@ -211,6 +215,15 @@ def serve(
             outbox.flush()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         end_without_leader()
+
+
+def end_with_leader(connection: Connection) -> None:
+    """In a thread of its own: a worker may be loading, or in a long nano-batch."""
+    hung_up = select.poll()
+    # Nothing but that it is closed at the other end.
+    hung_up.register(connection.fileno(), 0)
+    hung_up.poll()
+    end_without_leader()
 
 
 def end_without_leader() -> NoReturn:
