@@ -1,8 +1,10 @@
-"""`python tasks_runner.py SWEEP.yaml OUTPUT`: tasks over two devices, to be killed."""
+"""`python tasks_runner.py SWEEP.yaml OUTPUT [FAULT]`: tasks over two devices, to be killed. FAULT:
+of their workers, one of task_faults.py."""
 
 import sys
 
 from tlora.config import load_tasks
+from tlora.runtime.executors import processes
 from tlora.runtime.sweeps.tasks import tune_on_devices
 from tlora.runtime.sweeps.view import View
 
@@ -15,4 +17,8 @@ class Turns(View):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 3:
+        import task_faults
+
+        processes.serve = getattr(task_faults, sys.argv[3])
     tune_on_devices(load_tasks(sys.argv[1]), output=sys.argv[2], devices=2, view=Turns())

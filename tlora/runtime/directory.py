@@ -29,6 +29,9 @@ HOLDER = ".holder.json"
 PATIENCE_S = 1.0
 """So long a directory is tried for: who looks whether somebody is at work has it for a moment."""
 
+ORPHANS_S = 60.0
+"""And so long if whoever took it is gone: its workers end when they notice, which is soon."""
+
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
@@ -53,6 +56,32 @@ class JobResult:
     """Commands that serve the adapter."""
 
 
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who has a directory."""
+
+    pid: int
+    host: str
+    command: str
+
+    def __str__(self) -> str:
+        workers = "workers that are left of " if self.is_gone else ""
+        return f" ({workers}process {self.pid} on {self.host}: {self.command})"
+
+    @property
+    def is_gone(self) -> bool:
+        """As far as can be seen from here."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            pass
+        return False
+
+
 class RunDirectory:
     """Line-by-line files are flushed per line, so that a reader or a crash never sees half a
     record."""
@@ -61,6 +90,11 @@ class RunDirectory:
         self.root = root
         self._open: dict[Path, IO[str]] = {}
         self._lock: int | None = None
+
+    @property
+    def lock(self) -> int | None:
+        """The handle by which it is taken. It stays so until the last copy of that is closed."""
+        return self._lock
 
     @property
     def is_run(self) -> bool:
@@ -101,28 +135,29 @@ class RunDirectory:
         """Refuse to work in a directory in which another process does. `named`: others are told who
         has it."""
         handle = os.open(self.root, os.O_RDONLY)
-        end = time.monotonic() + PATIENCE_S
+        began = time.monotonic()
         while not _locks(handle):
-            if time.monotonic() > end:
+            holder = self._holder()
+            patience = ORPHANS_S if holder is not None and holder.is_gone else PATIENCE_S
+            if time.monotonic() - began > patience:
                 os.close(handle)
                 raise SpecError(
-                    f"--output: another tlora is at work in {self.root}{self._holder()}; wait for "
+                    f"--output: another tlora is at work in {self.root}{holder or ''}; wait for "
                     "it, or name another directory"
                 )
             time.sleep(0.05)
         self._lock = handle
         if named:
-            about = {"pid": os.getpid(), "host": socket.gethostname(), "command": own_command()}
+            about = Holder(os.getpid(), socket.gethostname(), own_command())
             with contextlib.suppress(OSError):
-                self.write_json(self.root / HOLDER, about)
+                self.write_json(self.root / HOLDER, asdict(about))
 
-    def _holder(self) -> str:
-        """For a person; nothing where it is not known."""
+    def _holder(self) -> "Holder | None":
+        """Where it is known."""
         try:
-            about = json.loads((self.root / HOLDER).read_text(encoding="utf-8"))
-            return f" (process {about['pid']} on {about['host']}: {about['command']})"
-        except (OSError, ValueError, KeyError, TypeError):
-            return ""
+            return Holder(**json.loads((self.root / HOLDER).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
 
     def _remove_run(self) -> None:
         """What a run has written, and nothing else: a person's files may lie beside it."""

@@ -48,13 +48,7 @@ class Opening:
         return replace(self.spec, jobs=(*self.spec.jobs, *self.absent))
 
     def create(self) -> None:
-        self.directory.create(fresh=self.fresh)
-        if self.directory.is_run and not (self.goes_on or self.fresh):
-            # It was not there to be taken before.
-            raise SpecError(
-                f"--output: another tlora has begun a run in {self.root} meanwhile; give the same "
-                "command again to go on with it, or name another directory"
-            )
+        create(self.directory, fresh=self.fresh, goes_on=self.goes_on)
 
     def write(self, data: Mapping[str, PreparedData], about: dict[str, object]) -> None:
         """What the run is. `about` is for its run.json."""
@@ -101,6 +95,17 @@ def open_run(spec: RunSpec, directory: RunDirectory, *, fresh: bool, again: Agai
     except BaseException:
         directory.close()
         raise
+
+
+def create(directory: RunDirectory, *, fresh: bool, goes_on: bool) -> None:
+    """Raises SpecError if there is a run by now that is neither gone on with nor started over."""
+    directory.create(fresh=fresh)
+    if directory.is_run and not (goes_on or fresh):
+        # It was not there to be taken before.
+        raise SpecError(
+            f"--output: another tlora has begun a run in {directory.root} meanwhile; give the same "
+            "command again to go on with it, or name another directory"
+        )
 
 
 def proven_ranks(spec: RunSpec) -> frozenset[int] | None:

@@ -11,7 +11,13 @@ from tlora.core.errors import SpecError
 from tlora.core.job import EngineSpec, JobSpec, RunSpec
 from tlora.model.peft_format import WEIGHTS
 from tlora.runtime.directory import JobResult, RunDirectory
-from tlora.training.checkpoint import Checkpoint, checkpoints, find_newest
+from tlora.training.checkpoint import (
+    Checkpoint,
+    CheckpointDamaged,
+    checkpoints,
+    find_newest,
+    read_progress,
+)
 
 FINISHED = ("completed", "stopped_early", "cancelled")
 TROUBLED = ("failed", "paused")
@@ -147,6 +153,18 @@ def read_result(path: Path) -> JobResult | None:
         return JobResult(**fields)
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def is_saved_with(directory: RunDirectory, job: str, evaluated: int) -> bool:
+    """A checkpoint knows of the evaluation after this step: so the best adapter of that time is on
+    disk, for it was written before."""
+    found = checkpoints(directory.root / job / "checkpoints")
+    if saved_steps(directory, job) != evaluated or not found:
+        return saved_steps(directory, job) >= evaluated
+    try:
+        return not read_progress(found[-1])["evaluation_due"]
+    except CheckpointDamaged:
+        return False
 
 
 def saved_steps(directory: RunDirectory, job: str) -> int:

@@ -197,6 +197,7 @@ def _drive(
             WorkerProcesses(
                 [WorkerSettings(directory.root.resolve(), name, limit, exact) for name in names],
                 threads=None if names[0].startswith("cuda") else 1,
+                lock=directory.lock,
             ),
             clock=lead.clock,
             arrivals=requests,

@@ -12,6 +12,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load
@@ -121,6 +122,14 @@ def find_newest(parent: Path) -> Found:
         except CheckpointDamaged as error:
             damaged.append(str(error))
     return Found(None, None, damaged)
+
+
+def read_progress(path: Path) -> dict[str, Any]:
+    """Without a look at the rest. Raises CheckpointDamaged."""
+    try:
+        return json.loads((path / CURSOR).read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointDamaged(f"{path}: cannot be read: {error}") from None
 
 
 def load_checkpoint(path: Path) -> Checkpoint:

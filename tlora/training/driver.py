@@ -63,7 +63,16 @@ class JobDriver:
         self.tokens_seen = 0
         self.sequences_seen = 0
         self.loss: float | None = None
+        self.grad_norm: float | None = None
+        """Of the last step."""
+
         self.eval_loss: float | None = None
+        self.eval_figures: dict[str, float] = {}
+        """Of the last evaluation, besides its loss."""
+
+        self.evaluated_step: int | None = None
+        """Where that was."""
+
         self.first_eval_loss: float | None = None
         self.recent_loss: float | None = None
         """Mean training loss between the last evaluation and the one before it."""
@@ -87,6 +96,11 @@ class JobDriver:
     def epoch(self) -> float:
         """Passes over the data so far."""
         return self.sequences_seen / len(self.train)
+
+    @property
+    def is_just_evaluated(self) -> bool:
+        """No step has been made since."""
+        return self.evaluated_step == self.step
 
     @property
     def mean_loss(self) -> float | None:
@@ -187,6 +201,7 @@ class JobDriver:
         self.step = done.step
         self.cursor = self._fed.popleft()
         self.loss = done.loss
+        self.grad_norm = done.grad_norm
         self.tokens_seen += done.tokens
         self.sequences_seen += done.sequences
         self._loss_sum += done.loss
@@ -195,6 +210,8 @@ class JobDriver:
 
     def on_evaluation(self, done: EvaluationDone, engine: Engine) -> None:
         self.eval_loss = done.loss
+        self.eval_figures = dict(done.figures)
+        self.evaluated_step = self.step
         self._evaluation_due = self._evaluating = False
         self.recent_loss = self.mean_loss
         self._loss_sum, self._loss_steps = 0.0, 0
@@ -234,7 +251,10 @@ class JobDriver:
             "tokens_seen": self.tokens_seen,
             "sequences_seen": self.sequences_seen,
             "loss": self.loss,
+            "grad_norm": self.grad_norm,
             "eval_loss": self.eval_loss,
+            "eval_figures": self.eval_figures,
+            "evaluated_step": self.evaluated_step,
             "first_eval_loss": self.first_eval_loss,
             "best": [self.best.step, self.best.loss] if self.best else None,
             "evaluation_due": self._evaluation_due,
@@ -265,6 +285,9 @@ class JobDriver:
         self._evaluation_due = progress["evaluation_due"]
         self._without_improvement = progress["without_improvement"]
         # Checkpoints of before these were kept go on without.
+        self.grad_norm = progress.get("grad_norm")
+        self.eval_figures = progress.get("eval_figures", {})
+        self.evaluated_step = progress.get("evaluated_step")
         self.recent_loss = progress.get("recent_loss")
         self._loss_sum = progress.get("loss_sum", 0.0)
         self._loss_steps = progress.get("loss_steps", 0)

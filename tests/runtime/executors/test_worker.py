@@ -1,17 +1,21 @@
 """One worker: jobs come, go and come back as if they had stayed."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from safetensors.torch import load_file
 
+from tlora.config import dump_spec
 from tlora.runtime import saving
 from tlora.runtime.executors.messages import (
+    Asked,
     Attach,
     Attached,
     Detach,
     Detached,
     Ended,
+    GoOn,
     Message,
     Ready,
     Stepped,
@@ -27,9 +31,9 @@ from tlora.runtime.training import train
 BUCKET = 256
 
 
-def new_worker(root: Path) -> tuple[Worker, list[Message]]:
+def new_worker(root: Path, *, asks: bool = False) -> tuple[Worker, list[Message]]:
     told: list[Message] = []
-    return Worker(WorkerSettings(root, "cpu"), told.append), told
+    return Worker(WorkerSettings(root, "cpu", asks=asks), told.append), told
 
 
 def adapter(root: Path, job: str) -> dict:
@@ -93,6 +97,31 @@ def test_a_job_that_is_over_or_cannot_come_says_so(new_run) -> None:
     assert isinstance(told[-1], Ended)
     assert told[-1].result["status"] == "completed"
     assert json.loads((root / "b" / "result.json").read_text())["status"] == "failed"
+
+
+def test_a_trial_that_was_saved_after_its_question_asks_again(new_run) -> None:
+    """Whoever led the sweep may have ended without an answer: the next one is asked the same, to
+    the bit, before the trial makes another step."""
+    spec, root = new_run("a", max_steps=6)
+    held_out = replace(spec.jobs[0], eval=replace(spec.jobs[0].eval, split=2, steps=2))
+    (root / "resolved.yaml").write_text(dump_spec(replace(spec, jobs=(held_out,))))
+    worker, told = new_worker(root, asks=True)
+    worker.obey(Attach("a", 1.0, BUCKET))
+    worker.work(lambda: False)
+    worker.obey(GoOn("a"))
+    worker.work(lambda: False)
+    first = told[-1]
+    assert isinstance(first, Asked) and first.step == 2
+    assert {"loss", "eval_loss", "grad_norm"} <= first.metrics.keys()
+    worker.obey(Stop())
+
+    again, told = new_worker(root, asks=True)
+    again.obey(Attach("a", 1.0, BUCKET))
+    assert told[-1] == first and not again.has_work
+    again.obey(GoOn("a"))
+    again.work(lambda: False)
+    last = told[-1]
+    assert isinstance(last, Asked) and last.step == 4 and last.metrics != first.metrics
 
 
 def test_a_job_that_cannot_be_saved_does_not_leave(new_run, monkeypatch) -> None:

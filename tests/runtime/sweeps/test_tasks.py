@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 from support.kills import adapter_bytes, curves
+from support.task_faults import EVALUATED, slow_to_tell
 from support.tasks import lines, run, said, same_end, told_once, turns_of
 
 import tlora
@@ -105,6 +107,25 @@ def test_kill_and_restart_loses_nothing(file, done, tmp_path):
     same_end(root, done)
     told_once(root)
     assert {turn.task for turn in turns_of(root)} == {"one", "two"}
+
+
+def test_a_leader_killed_before_it_hears_of_an_evaluation_loses_nothing(file, done, tmp_path):
+    """Workers that have evaluated trials find nobody to tell it: they end and save nothing, and the
+    trials are evaluated again."""
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(dict(file)))
+    root = tmp_path / "run"
+    command = [sys.executable, RUNNER, tmp_path / "sweep.yaml", root, slow_to_tell.__name__]
+    leader = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    while not (root / EVALUATED).exists():
+        assert leader.poll() is None
+        time.sleep(0.01)
+    leader.kill()
+    leader.communicate()
+    assert not any(isinstance(turn.event, Evaluated) for turn in turns_of(root))
+    assert not list(root.glob("*/checkpoints/step-*"))
+    run(file, root)
+    same_end(root, done)
+    told_once(root)
 
 
 class Killing(View):

@@ -1,6 +1,7 @@
 """A sweep that is stopped, killed or cut short goes on and loses nothing; another is refused."""
 
 import shutil
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from support.sweeps import StopAfter, lines, log_of, same_end, sweep_file
 import tlora
 from tlora.core.errors import SpecError
 from tlora.runtime.sweeps import running
+from tlora.runtime.sweeps.tasks import tune_on_devices
+from tlora.store.study import StudyLog
+from tlora.training.checkpoint import checkpoint_name
 from tlora.training.engine import Engine
 from tlora.tuning.events import Completed, Evaluated, Exit
 
@@ -119,13 +123,18 @@ def test_a_crash_before_an_end_is_told_attaches_nobody_twice(base, rows, tmp_pat
     assert sorted(ends) == ["t-00", "t-01", "t-02"]
 
 
-def test_an_exit_that_a_crash_cut_short_is_made_up_for(base, rows, tmp_path, monkeypatch):
-    """Given up in the log, and the process gone before anything was written: it runs up to its exit
-    again, from its checkpoint, and its best adapter is that of the undisturbed sweep."""
+@pytest.mark.parametrize("saved_every", [3, 2])
+def test_an_exit_that_a_crash_cut_short_is_made_up_for(
+    saved_every, base, rows, tmp_path, monkeypatch
+):
+    """Given up in the log, and the process gone before its best adapter was written: it runs up to
+    its exit again, from its checkpoint, and its best adapter is that of the undisturbed sweep. One
+    of the very step that it went at may be from before the evaluation."""
     exits = {"overfitting_gap": 0.0, "warmup": 1.0, "smoothing": 1.0}
     file = sweep_file(base, rows, early_exit=exits, search={"max_parallel": None})
     file["defaults"]["train"] |= {"max_steps": 80, "batch_size": 8}
     file["search"]["space"] = {"train.learning_rate": [5e-2]}
+    file["defaults"]["save"]["steps"] = saved_every
     file["engine"]["nano_batch_tokens"] = 256
     spec = tlora.load_sweep(file)
     expected = tlora.tune(spec, output=tmp_path / "whole", view=lines())
@@ -140,6 +149,8 @@ def test_an_exit_that_a_crash_cut_short_is_made_up_for(base, rows, tmp_path, mon
         with pytest.raises(KeyboardInterrupt):
             tlora.tune(spec, output=tmp_path / "cut", view=lines())
     assert not (tmp_path / "cut" / "t-00" / "result.json").exists()
+    exited = checkpoint_name(expected.trials[0].step)
+    assert (tmp_path / "cut/t-00/checkpoints" / exited).exists() == (saved_every == 2)
     shutil.rmtree(tmp_path / "cut" / "t-00" / "best")
     study = tlora.tune(spec, output=tmp_path / "cut", view=lines())
     assert study.trials == expected.trials
@@ -150,3 +161,47 @@ def test_an_exit_that_a_crash_cut_short_is_made_up_for(base, rows, tmp_path, mon
     assert sum(isinstance(t.event, Evaluated) for t in log_of(tmp_path / "cut")) == sum(
         isinstance(t.event, Evaluated) for t in log_of(tmp_path / "whole")
     )
+
+
+@pytest.mark.parametrize(
+    "way", ["one process", pytest.param("workers", marks=pytest.mark.multi_process)]
+)
+def test_an_end_whose_value_nobody_logged_is_come_to_again(way, base, rows, tmp_path):
+    """Without held-out rows a trial is worth its training loss, which a worker tells with its end:
+    its files may be on disk and neither in the log. It goes on from its checkpoint to the same."""
+    file = sweep_file(base, rows, early_exit={"method": "none"}, search={"max_parallel": None})
+    file["defaults"] |= {"eval": {}}
+    file["search"] |= {"objective": {"metric": "loss"}}
+    file["search"]["space"] = {"train.learning_rate": [1e-3, 1e-2]}
+    spec, output = tlora.load_sweep(file), tmp_path / "run"
+    expected = tlora.tune(spec, output=output, view=lines())
+    assert all(trial.value is not None for trial in expected.trials)
+    with sqlite3.connect(output / "state.sqlite") as log:
+        log.execute("DELETE FROM study WHERE trial = 't-01'")
+    if way == "one process":
+        found = tlora.tune(spec, output=output, view=lines())
+    else:
+        found = tune_on_devices([spec], output=output, devices=1, view=lines()).only
+    assert found.trials == expected.trials and found.best == expected.best
+
+
+def test_an_evaluation_that_could_not_be_logged_is_told_when_the_sweep_goes_on(
+    base, rows, swept, tmp_path, monkeypatch
+):
+    """Whoever is whole is saved when the log breaks, after its evaluation: it is not lost."""
+    spec, output = tlora.load_sweep(sweep_file(base, rows)), tmp_path / "run"
+    append = StudyLog.append
+
+    def full(self, event, actions, task=None):
+        if isinstance(event, Evaluated) and event.trial == "t-01":
+            raise sqlite3.OperationalError("database or disk is full")
+        append(self, event, actions, task)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StudyLog, "append", full)
+        with pytest.raises(sqlite3.OperationalError):
+            tlora.tune(spec, output=output, view=lines())
+    assert (output / "t-01/checkpoints" / checkpoint_name(2)).is_dir()
+    tlora.tune(spec, output=output, view=lines())
+    same_end(output, swept)
+    told_once(output)

@@ -2,7 +2,8 @@
 
 They are forked from one server process that has loaded torch and transformers (multiprocessing's
 forkserver): loading these takes seconds, a fork does not, and a device that was lost is soon back.
-Commands and messages go through pipes as JSON. A worker whose leader is gone ends by itself.
+Commands and messages go through pipes as JSON. A worker whose leader is gone ends by itself,
+whatever it is about.
 
 Each imports the script that started it, as multiprocessing does. One that starts workers wherever
 it is imported would do so again in each of them: `end_if_imported` ends those, and the leader says
@@ -11,15 +12,19 @@ what is missing.
 
 import multiprocessing
 import os
+import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import astuple
+from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any, NoReturn
 
 from tlora.core.errors import SpecError
 from tlora.runtime.executors.messages import (
@@ -63,10 +68,18 @@ def no_guard() -> SpecError:
 class WorkerProcesses:
     """Devices 0, 1, ...: a process each."""
 
-    def __init__(self, settings: Sequence[WorkerSettings], *, threads: int | None = 1) -> None:
-        """With so many threads for torch in each; None leaves that to torch."""
+    def __init__(
+        self,
+        settings: Sequence[WorkerSettings],
+        *,
+        threads: int | None = 1,
+        lock: int | None = None,
+    ) -> None:
+        """With so many threads for torch in each; None leaves that to torch. `lock`: the handle by
+        which the run's directory is taken, so that it is until the last of them is gone."""
         self._settings = list(settings)
         self._threads = threads
+        self._lock = None if lock is None else _Lock(lock)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([__name__])
         self._workers = [self._started(each) for each in self._settings]
@@ -122,7 +135,10 @@ class WorkerProcesses:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(
             target=serve,
-            args=(theirs, str(settings.directory), *astuple(settings)[1:], self._threads),
+            args=(
+                *(theirs, str(settings.directory), *astuple(settings)[1:]),
+                *(self._threads, self._lock),
+            ),
             name=f"tlora {settings.device}",
             # Ends with this process, should it come to that.
             daemon=True,
@@ -174,8 +190,9 @@ def serve(
     asks: bool,
     reserve_rows: int | None,
     threads: int | None,
+    lock: "_Lock | None" = None,
 ) -> None:
-    """The life of a worker process."""
+    """The life of a worker process, which has the lock as long as it lives."""
     import torch
 
     # Ctrl-C reaches all processes of a terminal; the leader decides what it means.
@@ -186,6 +203,7 @@ def serve(
         Path(directory), device, limit_tokens, exact_tokens, asks, reserve_rows
     )
     outbox = _Outbox(connection)
+    threading.Thread(target=end_with_leader, args=(connection,), daemon=True).start()
     try:
         worker = Worker(settings, outbox.put)
         while not worker.stopped:
@@ -196,8 +214,39 @@ def serve(
                 worker.work(connection.poll)
             outbox.flush()
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        # The leader is gone, and somebody else may lead the run by now: leave its files alone.
-        os._exit(1)
+        end_without_leader()
+
+
+def end_with_leader(connection: Connection) -> None:
+    """In a thread of its own: a worker may be loading, or in a long nano-batch."""
+    hung_up = select.poll()
+    # Nothing but that it is closed at the other end.
+    hung_up.register(connection.fileno(), 0)
+    hung_up.poll()
+    end_without_leader()
+
+
+def end_without_leader() -> NoReturn:
+    """At once, nothing saved: it did not hear all that it was told, and somebody else may lead the
+    run by now."""
+    os._exit(1)
+
+
+class _Lock:
+    """A handle of which a process that is started gets a copy."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _copied_lock, (reduction.DupFd(self.handle),)
+
+
+def _copied_lock(copy: Any) -> _Lock:
+    handle = copy.detach()
+    # Not for what the worker itself may start.
+    os.set_inheritable(handle, False)
+    return _Lock(handle)
 
 
 class _Outbox:
@@ -213,6 +262,10 @@ class _Outbox:
 
     def flush(self) -> None:
         if self._waiting:
-            self._connection.send_bytes(encoded(self._waiting))
+            try:
+                self._connection.send_bytes(encoded(self._waiting))
+            except (BrokenPipeError, ConnectionResetError):
+                # Not raised: an error in the middle of training has jobs saved.
+                end_without_leader()
             self._waiting.clear()
         self._flushed = time.monotonic()

@@ -206,6 +206,7 @@ class Worker:
         self.recorder.start([driver])
         self.drivers[job.name] = driver
         self.tell(Attached(job.name, driver.step, time.perf_counter() - started))
+        self._watched.on_entry(driver)
 
     def _refuse(self, job: JobSpec, driver: JobDriver | None, reason: str) -> None:
         """The job cannot be here, and nobody else is touched by it."""
@@ -375,6 +376,9 @@ class _Watched:
         self.waiting: set[str] = set()
         """Have asked whether they are to go on."""
 
+    def on_entry(self, driver: JobDriver) -> None:
+        """The job is attached, anew or from a checkpoint."""
+
     def on_nano_batch(self, outcome: Outcome) -> None:
         # An evaluation that is broken off is done again; its forward passes are all that is lost.
         if outcome.kind is Kind.TRAIN:
@@ -399,23 +403,24 @@ class _Asking(_Watched):
     def __init__(self, recorder: Recorder, tell: Tell) -> None:
         super().__init__(recorder)
         self._tell = tell
-        self._grad_norms: dict[str, float] = {}
 
-    def on_step(self, driver: JobDriver, done: StepDone) -> None:
-        self._grad_norms[driver.name] = done.grad_norm
-        super().on_step(driver, done)
+    def on_entry(self, driver: JobDriver) -> None:
+        # It was saved after an evaluation, of which whoever led the sweep then may not have heard.
+        if driver.step and driver.is_just_evaluated:
+            self._ask(driver)
 
     def on_evaluation(self, driver: JobDriver, done: EvaluationDone) -> None:
         super().on_evaluation(driver, done)
-        self.waiting.add(driver.name)
-        self._ask(driver, trial_metrics(driver, done, self._grad_norms.get(driver.name)))
+        self._ask(driver)
 
     def on_end(self, driver: JobDriver) -> None:
         if driver.evaluation is None and driver.status is Status.COMPLETED:
             # Without held-out rows its training loss is all there is to compare.
-            metrics = trial_metrics(driver, None, self._grad_norms.get(driver.name))
-            self._ask(driver, metrics, waits=False)
+            self._ask(driver, waits=False)
         super().on_end(driver)
 
-    def _ask(self, driver: JobDriver, metrics: dict[str, float], *, waits: bool = True) -> None:
+    def _ask(self, driver: JobDriver, *, waits: bool = True) -> None:
+        if waits:
+            self.waiting.add(driver.name)
+        metrics = trial_metrics(driver)
         self._tell(Asked(driver.name, driver.step, driver.tokens_seen, metrics, waits))

@@ -22,13 +22,11 @@ from tlora.runtime.directory import JobResult, RunDirectory
 from tlora.runtime.executors.devices import DeviceExecutor
 from tlora.runtime.executors.messages import Asked, Detached, Ended, Message, NoRoom
 from tlora.runtime.executors.worker import no_result
-from tlora.runtime.resuming import finished
+from tlora.runtime.resuming import finished, is_saved_with
 from tlora.runtime.sweeps.course import Course
 from tlora.runtime.sweeps.prices import tokens_with_evaluations
 from tlora.runtime.sweeps.view import View
 from tlora.schedule.tasks import TaskPlan, TaskWork, balanced, dealt, plan_tasks
-from tlora.training.checkpoint import checkpoints
-from tlora.training.driver import Status
 from tlora.tuning.events import Action, Attach, Evaluated, Exit, Hold, Spent
 from tlora.tuning.outlook import phases_left
 from tlora.tuning.study import Phase, Trial
@@ -336,11 +334,10 @@ class Conductor:
                 self._leave_again(trial)
 
     def _leave_again(self, trial: Trial) -> None:
-        """It was given up just before the end of a process: if a checkpoint of that step is on disk
-        so are its adapters; if not it runs up to its exit again."""
-        saved = checkpoints(self.directory.root / trial.name / "checkpoints")
-        step = int(saved[-1].name.removeprefix("step-")) if saved else 0
-        if trial.verdict is None or step >= trial.verdict.step:
+        """It was given up just before the end of a process: if its last evaluation is in a
+        checkpoint its adapters are on disk; if not it runs up to its exit again."""
+        verdict = trial.verdict
+        if verdict is None or is_saved_with(self.directory, trial.name, verdict.step):
             self._write_result(trial.name)
         else:
             self._task(trial.name).queue.append(trial.name)
@@ -387,11 +384,10 @@ class Conductor:
             return
         result = finished(self.directory, task.course.made[name].job)
         if result is not None:
-            if trial.live and (result.status == Status.COMPLETED.value or not trial.kept):
-                # It came to its end, and the process to its own before it could be told.
+            if task.course.is_end_of(trial, result):
+                # The process came to its own end before it could be told.
                 task.course.tell_end(result)
                 return
-            # It was given up, and goes on from there all the same.
             (self.directory.root / name / "result.json").unlink(missing_ok=True)
         task.queue.append(name)
         self._asked_for = None

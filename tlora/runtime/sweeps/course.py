@@ -109,6 +109,14 @@ class Course:
             self.tell(Failed(**told, reason=result.reason or result.status))
         self.changed = True
 
+    def is_end_of(self, trial: Trial, result: JobResult) -> bool:
+        """A result on disk is all that is left to tell of the trial. If not it goes on from its
+        checkpoint: it was given up and is to run all the same, or came to its end without the log
+        having heard what it came to."""
+        if result.status == Status.COMPLETED.value:
+            return trial.live and trial.history.step >= result.steps
+        return trial.live and not trial.kept
+
     def result_of(self, trial: Trial, folder: Path) -> JobResult:
         """Of one that went while it was not attached: all that is known is in its history."""
         last = trial.history.evaluations[-1] if trial.history.evaluations else None

@@ -14,13 +14,13 @@ from tlora.model.memory import is_out_of_memory
 from tlora.runtime.directory import JobResult
 from tlora.runtime.entering import adapter_start, enter_job
 from tlora.runtime.recording import Recorder
-from tlora.runtime.resuming import Resumption, resumption
+from tlora.runtime.resuming import Resumption, is_saved_with, resumption
 from tlora.runtime.sweeps.course import Course
 from tlora.runtime.sweeps.metrics import trial_metrics
 from tlora.runtime.sweeps.trials import MadeTrial, TrialMaker
 from tlora.runtime.sweeps.view import View
 from tlora.store.study import StudyLog
-from tlora.training.checkpoint import checkpoints, find_newest
+from tlora.training.checkpoint import find_newest
 from tlora.training.driver import JobDriver, Status
 from tlora.training.loop import run_jobs
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
@@ -51,7 +51,6 @@ class SweepRunner(Course):
         self._leaving: set[str] = set()
         """Given up, their ends not told yet."""
 
-        self._grad_norms: dict[str, float] = {}
         self._looked = time.perf_counter()
         self._know_data(made)
 
@@ -106,11 +105,10 @@ class SweepRunner(Course):
 
     def _leave_again(self, trial: Trial) -> None:
         """It was given up just before the end of a process: its adapters may not be on disk. They
-        are if a checkpoint of that step is; if not it runs up to its exit again."""
-        saved = checkpoints(self.recorder.directory.root / trial.name / "checkpoints")
-        step = int(saved[-1].name.removeprefix("step-")) if saved else 0
-        if trial.verdict is None or step >= trial.verdict.step:
-            self.write_result(trial, self.recorder.directory)
+        are if its last evaluation is in a checkpoint; if not it runs up to its exit again."""
+        verdict, directory = trial.verdict, self.recorder.directory
+        if verdict is None or is_saved_with(directory, trial.name, verdict.step):
+            self.write_result(trial, directory)
         else:
             self._attach(trial.name)
 
@@ -142,12 +140,10 @@ class SweepRunner(Course):
             self.recorder.save([])
         found = resumption(directory, made.job)
         if found.result is not None:
-            completed = found.result.status == Status.COMPLETED.value
-            if trial.live and (completed or not trial.kept):
-                # It came to its end, and the process to its own before it could be told.
+            if self.is_end_of(trial, found.result):
+                # The process came to its own end before it could be told.
                 self.on_result(found.result)
                 return
-            # It was given up, and goes on from there all the same.
             newest = find_newest(directory.root / name / "checkpoints")
             found = Resumption(checkpoint=newest.checkpoint, damaged=tuple(newest.damaged))
         driver = JobDriver(made.job, made.data.train, made.data.evaluation)
@@ -160,6 +156,9 @@ class SweepRunner(Course):
             return
         self.recorder.start([driver])
         self._drivers[name] = driver
+        if driver.step and driver.is_just_evaluated:
+            # It was saved after an evaluation that the process may not have lived to log.
+            self._evaluated(driver)
 
     def _refuse(self, driver: JobDriver, error: Exception) -> None:
         engine = self.recorder.engine
@@ -225,34 +224,36 @@ class SweepRunner(Course):
         self.recorder.on_nano_batch(outcome)
 
     def on_step(self, driver: JobDriver, done: StepDone) -> None:
-        self._grad_norms[driver.name] = done.grad_norm
         self.recorder.on_step(driver, done)
 
     def on_evaluation(self, driver: JobDriver, done: EvaluationDone) -> None:
         self.recorder.on_evaluation(driver, done)
+        self._evaluated(driver)
+
+    def _evaluated(self, driver: JobDriver) -> None:
         trial = self.state.trials[driver.name]
         if trial.live:
             # What it passes by a second time, from a checkpoint, is known.
-            if done.step > trial.history.step:
-                self._tell_evaluation(driver, done)
-        elif trial.verdict is not None and done.step >= trial.verdict.step:
+            if driver.step > trial.history.step:
+                self._tell_evaluation(driver)
+        elif trial.verdict is not None and driver.step >= trial.verdict.step:
             # It was given up here before the process ended.
             self.todo.append(Exit(trial.verdict))
 
-    def _tell_evaluation(self, driver: JobDriver, done: EvaluationDone | None) -> None:
+    def _tell_evaluation(self, driver: JobDriver) -> None:
         self.tell(
             Evaluated(
                 trial=driver.name,
                 step=driver.step,
                 tokens=driver.tokens_seen,
-                metrics=trial_metrics(driver, done, self._grad_norms.get(driver.name)),
+                metrics=trial_metrics(driver),
             )
         )
 
     def on_end(self, driver: JobDriver) -> None:
         if driver.evaluation is None and driver.status is Status.COMPLETED:
             # Without held-out rows its training loss is all there is to compare.
-            self._tell_evaluation(driver, None)
+            self._tell_evaluation(driver)
         self.recorder.on_end(driver)
 
     def on_result(self, result: JobResult) -> None:

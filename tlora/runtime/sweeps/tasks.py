@@ -7,6 +7,7 @@ tasks. What is left on disk of a single task is what a sweep on one device leave
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -40,8 +41,9 @@ from tlora.runtime.scheduled import device_names, proven, saved_steps
 from tlora.runtime.sinks import check_trackers
 from tlora.runtime.sweeps.conductor import Conductor, Dealer, TaskRun, by_plan
 from tlora.runtime.sweeps.course import Course
+from tlora.runtime.sweeps.opening import SweepOpening, opened
 from tlora.runtime.sweeps.prices import together_rate, tokens_with_evaluations
-from tlora.runtime.sweeps.replaying import as_tree, check_unchanged, known_turns, replay
+from tlora.runtime.sweeps.replaying import as_tree, replay
 from tlora.runtime.sweeps.report import write_sweep_report
 from tlora.runtime.sweeps.room import room_bytes, worker_rows
 from tlora.runtime.sweeps.tasks_view import TasksView, closing_task_lines, plan_lines
@@ -50,7 +52,7 @@ from tlora.runtime.sweeps.tune import SweepDirectory, begin, kept_winner, make_t
 from tlora.runtime.sweeps.view import View, choose_view
 from tlora.runtime.training import describe_run, load_super_model
 from tlora.schedule.tasks import TaskPlan, plan_tasks
-from tlora.store.study import StudyLog, StudyTurn, read_study_log
+from tlora.store.study import StudyLog, StudyTurn
 from tlora.tuning.outlook import survivors_of
 from tlora.tuning.results import Study, TaskStudies
 from tlora.tuning.samplers import check_sampler, is_known_before, planned
@@ -62,10 +64,10 @@ class Workers(NamedTuple):
     clock: Clock
 
 
-def processes(settings: list[WorkerSettings]) -> Workers:
-    """One for each device."""
+def processes(settings: list[WorkerSettings], *, lock: int | None = None) -> Workers:
+    """One for each device. `lock`: of the run's directory."""
     threads = None if settings[0].device.startswith("cuda") else 1
-    return Workers(WorkerProcesses(settings, threads=threads), WallClock())
+    return Workers(WorkerProcesses(settings, threads=threads, lock=lock), WallClock())
 
 
 def tune_on_devices(
@@ -88,24 +90,35 @@ def tune_on_devices(
     check_devices(specs, devices)
     names = device_names(resolve_device(specs[0].engine.device), devices)
     view = view or (choose_view() if len(specs) == 1 else TasksView())
-    directory = RunDirectory(Path(output))
-    turns: dict[str, list[StudyTurn]] = {spec.task.name: [] for spec in specs}
-    if directory.is_run and not fresh:
-        turns = known_task_turns(directory.root, specs)
+    with opened(Path(output), specs, fresh=fresh) as opening:
+        return _tune(opening, specs, names, profile, view, deal, workers)
+
+
+def _tune(
+    opening: SweepOpening,
+    specs: Sequence[SweepSpec],
+    names: list[str],
+    profile: str | None,
+    view: View,
+    deal: Dealer,
+    workers: Callable[[list[WorkerSettings]], Workers] | None,
+) -> TaskStudies:
+    turns, directory = opening.turns, SweepDirectory(opening.root)
     known = look_ahead(specs, turns, torch.device(names[0]), profile)
     view.say(*start_lines([spec.task for spec in specs], known.shared, output_of(directory)))
-    proof = proven(known.run, known.device, known.data, known.budget, None if fresh else directory)
-    directory = SweepDirectory(directory.root)
-    directory.create(fresh=fresh)
+    begun = directory if opening.goes_on else None
+    proof = proven(known.run, known.device, known.data, known.budget, begun)
+    opening.create()
     log = StudyLog(directory.root / "state.sqlite")
     try:
         replace_text(output_of(directory), "\n".join(full_lines(known.shared)) + "\n")
         sweep = TaskSweep(known, turns, directory, log, view, names)
-        about = describe_run(known.run, known.device, proof) | {"devices": devices}
+        about = describe_run(known.run, known.device, proof) | {"devices": len(names)}
         if len(specs) == 1:
             about["task"] = specs[0].task.name
         directory.write_json(directory.root / "run.json", about)
-        interrupted = sweep.conduct(deal, workers or processes)
+        start = workers or partial(processes, lock=opening.taken.lock)
+        interrupted = sweep.conduct(deal, start)
         done = sweep.so_far(interrupted=interrupted)
         if not interrupted:
             done = replace(done, studies=sweep.with_winners(done.studies))
@@ -144,30 +157,6 @@ def check_devices(specs: Sequence[SweepSpec], devices: int) -> None:
             "fewer devices, or more trials",
             field="--devices",
         )
-
-
-def known_task_turns(root: Path, specs: Sequence[SweepSpec]) -> dict[str, list[StudyTurn]]:
-    """What an earlier command of the same tasks has logged. Raises SpecError if they were
-    others."""
-    if len(specs) == 1:
-        return {specs[0].task.name: known_turns(root, specs[0])}
-    log = read_study_log(root)
-    try:
-        about = log.about() or {}
-        before: dict[str, Any] = about.get("tasks") or {about["spec"]["task"]["name"]: None}
-        names = [spec.task.name for spec in specs]
-        if list(before) != names:
-            raise SpecError(
-                f"were {', '.join(before)} when {root} was started; change them back, name another "
-                "--output, or add --fresh to start over",
-                field="tasks",
-            )
-        for spec in specs:
-            check_unchanged(before[spec.task.name], spec, root)
-        turns = log.turns()
-    finally:
-        log.close()
-    return {name: [turn for turn in turns if turn.task == name] for name in names}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

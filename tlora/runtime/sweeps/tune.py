@@ -23,7 +23,8 @@ from tlora.runtime.recording import Recorder
 from tlora.runtime.resuming import check_same_bits
 from tlora.runtime.sinks import Sinks, check_trackers
 from tlora.runtime.sweeps.course import Course
-from tlora.runtime.sweeps.replaying import as_tree, known_turns, replay
+from tlora.runtime.sweeps.opening import SweepOpening, opened
+from tlora.runtime.sweeps.replaying import as_tree, replay
 from tlora.runtime.sweeps.report import write_sweep_report
 from tlora.runtime.sweeps.room import at_once, room_bytes
 from tlora.runtime.sweeps.running import SweepRunner
@@ -67,14 +68,17 @@ def tune(
     check_trackers(spec.report_to)
     check_sampler(spec.search.sampler)
     view = view or choose_view()
-    root = Path(output)
-    resumes = RunDirectory(root).is_run and not fresh
-    turns = known_turns(root, spec) if resumes else []
+    with opened(Path(output), (spec,), fresh=fresh) as opening:
+        return _tune(opening, spec, view, measure_fusion=measure_fusion)
+
+
+def _tune(opening: SweepOpening, spec: SweepSpec, view: View, *, measure_fusion: bool) -> Study:
+    root, turns = opening.root, opening.turns[spec.task.name]
     outset = look_ahead(spec, turns)
     view.say(*start_lines((spec.task,), outset.shared, root / "data.txt"))
-    stage = set_up(outset, root if resumes else None, view)
+    stage = set_up(outset, root if opening.goes_on else None, view)
     directory = SweepDirectory(root)
-    directory.create(fresh=fresh)
+    opening.create()
     study = run_through(outset, stage, turns, directory, view)
     if not study.interrupted:
         study = replace(study, winner=kept_winner(spec, study, outset.made, stage.model, view))
