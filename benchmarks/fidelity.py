@@ -9,8 +9,10 @@ The profile is measured here first, by `tlora profile`'s own code in as many pro
 there are workers (they share caches and memory). Then a calibration on other jobs than those of the
 comparison, through the same workers, adds what a profile of bare nano-batches cannot know: what a
 worker spends around them, and what attaching and ending cost with files. A round of it is run
-before every real run and after the last, and a policy is simulated at each speed that the machine
-had around its real runs. docs/fidelity.md says more. Run it on a machine that does nothing else.
+before every real run and after the last, a probe runs all the time, and a policy is simulated at
+each speed that the machine is so seen to have had in its real runs. What prices of single groups
+miss in whole runs is told by two trial runs of other jobs. docs/fidelity.md says more. Run it on a
+machine that does nothing else.
 """
 
 import argparse
@@ -23,7 +25,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from fidelity_calibration import (
@@ -42,7 +44,7 @@ from fidelity_calibration import (
 )
 from fidelity_overheads import Overheads
 from fidelity_prices import NanoBatches, RunBatch, price_error_pct
-from fidelity_probe import Probe, Span
+from fidelity_probe import Probe, Span, Speeds
 from fidelity_verdict import LIMITS_PCT, judged, print_table
 
 from tlora.control import Loop, Turn
@@ -70,6 +72,10 @@ SETTINGS = Settings(max_replicas=1, min_stay_s=10.0)
 TICK_S = 10.0
 ROUNDS_BEFORE = 2
 """Of the calibration, for what the policies are told."""
+
+TRIAL_POLICY = "tlora-no-scheduler"
+"""Of the two runs, of other jobs and before and after all others, that say what prices of single
+groups miss in whole runs."""
 
 MEMORY_JOBS = 6
 """So many jobs of the mean fit into the memory that a device is said to have: a CPU would hold all,
@@ -112,15 +118,19 @@ def main() -> int:
                 calibration.run_round()
             told = calibration.overheads(measured)
             say(f"policies are told: {told.line}")
-            spec, requests, costs = workload(told.on(measured), options)
-            real, drifts = run_all(spec, requests, costs, calibration, options, work)
+            jobs = workload(told.on(measured), options)
+            others = workload(told.on(measured), options, seed=options.seed + 1)
+            real, trials, drifts = run_all(jobs, others, calibration, options, work)
             overheads = calibration.overheads(measured)
         finally:
             probe.close()
             calibration.close()
     speeds = Speeds(calibration, probe)
     say(f"the simulation is told: {overheads.line}")
-    simulator = Simulator(measured, overheads, requests, costs)
+    trial = Simulator(measured, overheads, others)
+    missed = [trial.price_error_pct(run, statistics.mean(speeds.during(run))) for run in trials]
+    say(f"nano-batches of the trial runs are priced {missed[0]:+.1f} and {missed[1]:+.1f} % off")
+    simulator = Simulator(measured, overheads, jobs, statistics.mean(missed) / 100)
     found = {policy: compared(policy, runs, simulator, speeds) for policy, runs in real.items()}
     verdict = judged(found)
     print_table(found, verdict)
@@ -131,13 +141,18 @@ def main() -> int:
         "command": shlex.join(["python", *sys.argv]),
         "device": f"{options.workers} processes of one thread",
         "versions": record.versions(),
-        "jobs": len(requests),
+        "jobs": len(jobs.requests),
         "repeats": options.repeats,
         "heldout_error_pct": measured.heldout_error_pct,
         "noise_pct": measured.noise_pct,
         "overheads": overheads.as_json,
         "machine_slower_pct": drifts,
         "probe": speeds.as_json,
+        "trials": {
+            "policy": TRIAL_POLICY,
+            "real": [as_dict(run.figures) for run in trials],
+            "price_error_pct": missed,
+        },
         "policies": found,
         **verdict,
     }
@@ -167,12 +182,17 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def workload(
-    profile: Profile, options: argparse.Namespace
-) -> tuple[RunSpec, list[JobRequest], Costs]:
+class Workload(NamedTuple):
+    spec: RunSpec
+    requests: list[JobRequest]
+    costs: Costs
+    """What policies believe."""
+
+
+def workload(profile: Profile, options: argparse.Namespace, *, seed: int | None = None) -> Workload:
     """Ranks, batches and lengths of run as users' jobs have them, most of them short; arrivals at
     random so that the load is what was asked for."""
-    generator = np.random.Generator(np.random.PCG64(options.seed))
+    generator = np.random.Generator(np.random.PCG64(options.seed if seed is None else seed))
     ranks = generator.choice(RANKS, options.jobs)
     batches = generator.choice(BATCHES, options.jobs)
     seconds = generator.gamma(2.0, options.seconds / 2.0, options.jobs).clip(options.seconds / 4)
@@ -193,7 +213,7 @@ def workload(
         replace(request, arrival_s=round(float(at), 3))
         for request, at in zip(requests_for(new_spec(drafts)), arrivals, strict=True)
     ]
-    return spec, requests, Costs({BASE: with_memory(profile, requests)}, cluster)
+    return Workload(spec, requests, Costs({BASE: with_memory(profile, requests)}, cluster))
 
 
 def with_memory(profile: Profile, requests: Sequence[JobRequest]) -> Profile:
@@ -225,64 +245,76 @@ class RealRun:
 
 
 def run_all(
-    spec: RunSpec,
-    requests: list[JobRequest],
-    costs: Costs,
+    jobs: Workload,
+    others: Workload,
     calibration: Calibration,
     options: argparse.Namespace,
     work: Path,
-) -> tuple[dict[str, list[RealRun]], list[float]]:
-    """Every policy in turn, each time in another order, a round of the calibration before each and
-    after the last; and how much slower than at first the machine was in each of these rounds."""
+) -> tuple[dict[str, list[RealRun]], list[RealRun], list[float]]:
+    """Every policy in turn, each time in another order, between two trial runs of other jobs; and
+    how much slower than at first the machine was in the calibration's round before each and after
+    the last."""
     policies = options.policies.split(",")
     found: dict[str, list[RealRun]] = {policy: [] for policy in policies}
     drifts: list[float] = []
+
+    def run(policy: str, these: Workload, name: str) -> RealRun:
+        drifts.append(calibration.run_round())
+        done = run_once(policy, these, work / name, options.workers, calibration.rounds - 1)
+        say(
+            f"{name}: makespan {done.figures.makespan_s:.1f} s, mean JCT "
+            f"{done.figures.jct_mean_s:.1f} s (machine {drifts[-1]:+.1f} % before); replay gives "
+            f"{'the same' if done.replayed else 'OTHER'} decisions"
+        )
+        return done
+
+    trials = [run(TRIAL_POLICY, others, "trial-0")]
     for repeat in range(options.repeats):
         first = repeat % len(policies)
         for policy in [*policies[first:], *policies[:first]]:
-            drifts.append(calibration.run_round())
-            root = run_directory(spec, work / f"{policy}-{repeat}")
-            batches = NanoBatches()
-            turns, span = run_for_real(policy, requests, costs, root, options.workers, batches)
-            difference = replay(
-                turns,
-                state=State(costs.cluster),
-                policy=make_policy(policy, fresh(costs), SETTINGS),
-            )
-            run = RealRun(
-                figures(turns), difference is None, batches.kept, calibration.rounds - 1, span
-            )
-            found[policy].append(run)
-            say(
-                f"{policy}, repeat {repeat + 1}: makespan {run.figures.makespan_s:.1f} s, mean JCT "
-                f"{run.figures.jct_mean_s:.1f} s (machine {drifts[-1]:+.1f} % before); replay "
-                f"{difference or 'gives the same decisions'}"
-            )
+            found[policy].append(run(policy, jobs, f"{policy}-{repeat}"))
+    trials.append(run(TRIAL_POLICY, others, "trial-1"))
     drifts.append(calibration.run_round())
-    return found, drifts
+    return found, trials, drifts
+
+
+def run_once(
+    policy: str, these: Workload, folder: Path, workers: int, round_before: int
+) -> RealRun:
+    batches = NanoBatches()
+    root = run_directory(these.spec, folder)
+    turns, span = run_for_real(policy, these.requests, these.costs, root, workers, batches)
+    difference = replay(
+        turns,
+        state=State(these.costs.cluster),
+        policy=make_policy(policy, fresh(these.costs), SETTINGS),
+    )
+    return RealRun(figures(turns), difference is None, batches.kept, round_before, span)
 
 
 @dataclass(frozen=True, slots=True)
 class Simulator:
     profile: Profile
     overheads: Overheads
-    requests: list[JobRequest]
-    told: Costs
-    """What policies believe, here as in the real runs."""
+    jobs: Workload
+    missed: float = 0.0
+    """By so much prices were too high in the trial runs."""
 
     def truth(self, slower: float) -> Profile:
+        slower = (1 + slower) / (1 + self.missed) - 1
         profile = self.overheads.slower(slower).on(self.profile)
-        return with_memory(profile, self.requests)
+        return with_memory(profile, self.jobs.requests)
 
     def run(self, policy: str, slower: float = 0.0) -> Figures:
         """On a machine that is slower by so much than on average."""
-        truth = ComposedCosts({BASE: self.truth(slower)}, self.told.cluster)
+        told = self.jobs.costs
+        truth = ComposedCosts({BASE: self.truth(slower)}, told.cluster)
         clock = ManualClock()
         store: MemoryStore[Turn] = MemoryStore()
         loop = Loop(
-            state=State(self.told.cluster),
-            policy=make_policy(policy, fresh(self.told), SETTINGS),
-            executor=SimulatedExecutor(clock=clock, costs=truth, arrivals=self.requests),
+            state=State(told.cluster),
+            policy=make_policy(policy, fresh(told), SETTINGS),
+            executor=SimulatedExecutor(clock=clock, costs=truth, arrivals=self.jobs.requests),
             store=store,
             clock=clock,
             tick_s=TICK_S,
@@ -291,38 +323,8 @@ class Simulator:
         return figures(list(store.turns()))
 
     def price_error_pct(self, run: RealRun, slower: float) -> float:
-        loads = {request.name: request.load for request in self.requests}
+        loads = {request.name: request.load for request in self.jobs.requests}
         return price_error_pct(run.batches, loads, self.truth(slower))
-
-
-class Speeds:
-    """How slow the machine was in each real run, against its mean over all rounds of the
-    calibration: what a worker took in the rounds before and after it, times how much longer than in
-    that round the probe's work took during the run. No outcome of a run is used for it."""
-
-    def __init__(self, calibration: Calibration, probe: Probe) -> None:
-        self._calibration, self._probe = calibration, probe
-
-    def around(self, run: RealRun) -> list[float]:
-        """As the rounds alone say."""
-        numbers = (run.round_before, run.round_before + 1)
-        return [slower for number in numbers for slower in self._calibration.slowness(number)]
-
-    def during(self, run: RealRun) -> list[float]:
-        seconds = self._probe.seconds(run.span)
-        return [
-            (1 + slower) * seconds / self._probe.seconds(self._calibration.spans[number]) - 1
-            for number in (run.round_before, run.round_before + 1)
-            for slower in self._calibration.slowness(number)
-        ]
-
-    @property
-    def as_json(self) -> dict[str, Any]:
-        """Milliseconds of each round, and how well they follow what the workers took there."""
-        spans = self._calibration.spans
-        taken = [self._probe.seconds(span) * 1e3 for span in spans]
-        workers = [statistics.mean(self._calibration.slowness(i)) for i in range(len(spans))]
-        return {"rounds_ms": taken, "correlation": float(np.corrcoef(taken, workers)[0, 1])}
 
 
 def compared(

@@ -9,8 +9,10 @@ worker's is: mostly calls of small operators, and some products.
 import statistics
 import threading
 import time
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 PERIOD_S = 0.2
@@ -57,3 +59,50 @@ class Probe:
     def close(self) -> None:
         self._over.set()
         self._thread.join()
+
+
+class Run(Protocol):
+    @property
+    def round_before(self) -> int: ...
+
+    @property
+    def span(self) -> Span: ...
+
+
+class Rounds(Protocol):
+    """Of the calibration."""
+
+    @property
+    def spans(self) -> Sequence[Span]: ...
+
+    def slowness(self, number: int) -> list[float]: ...
+
+
+class Speeds:
+    """How slow the machine was in each real run, against its mean over all rounds of the
+    calibration: what a worker took in the rounds before and after it, times how much longer than in
+    that round the probe's work took during the run. No outcome of a run is used for it."""
+
+    def __init__(self, calibration: Rounds, probe: Probe) -> None:
+        self._calibration, self._probe = calibration, probe
+
+    def around(self, run: Run) -> list[float]:
+        """As the rounds alone say."""
+        numbers = (run.round_before, run.round_before + 1)
+        return [slower for number in numbers for slower in self._calibration.slowness(number)]
+
+    def during(self, run: Run) -> list[float]:
+        seconds = self._probe.seconds(run.span)
+        return [
+            (1 + slower) * seconds / self._probe.seconds(self._calibration.spans[number]) - 1
+            for number in (run.round_before, run.round_before + 1)
+            for slower in self._calibration.slowness(number)
+        ]
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        """Milliseconds of each round, and how well they follow what the workers took there."""
+        spans = self._calibration.spans
+        taken = [self._probe.seconds(span) * 1e3 for span in spans]
+        workers = [statistics.mean(self._calibration.slowness(i)) for i in range(len(spans))]
+        return {"rounds_ms": taken, "correlation": float(np.corrcoef(taken, workers)[0, 1])}

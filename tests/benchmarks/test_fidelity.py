@@ -148,7 +148,7 @@ def test_a_run_is_compared_with_the_mean_over_the_speeds_that_were_seen_for_it(s
             return slower
 
     real = fidelity.RealRun(fidelity.Figures(11.5, 5.0, 8.0, 0, 1), True, [], 0, span(1.0, 2.0))
-    speeds = fidelity.Speeds(Rounds(), Work())
+    speeds = script("fidelity_probe").Speeds(Rounds(), Work())
     found = fidelity.compared("tlora", [real], Simulated(), speeds)
     assert [run["makespan_s"] for run in found["simulated_runs"]] == pytest.approx(
         [11.0, 12.1, 10.56, 11.44]
