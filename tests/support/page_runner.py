@@ -41,6 +41,7 @@ class Shell:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            preexec_fn=_hear_ctrl_c,
         )
         timer = threading.Timer(self.seconds, os.killpg, (process.pid, signal.SIGKILL))
         timer.start()
@@ -96,6 +97,12 @@ def command_server(folder: Path) -> Iterator[Shell]:
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
+
+
+def _hear_ctrl_c() -> None:
+    """As in a terminal, even if whoever started the tests does not: what runs in a shell's
+    background ignores it, and so does all that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def put_shims(folder: Path) -> Path:
