@@ -288,7 +288,9 @@ def test_an_engine_goes_on_where_nothing_can_be_compiled(monkeypatch: pytest.Mon
     assert losses[0] == losses[1]
 
 
-def test_attention_that_cannot_be_compiled_is_run_as_it_is() -> None:
+def test_attention_that_cannot_be_compiled_is_run_as_it_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """A sliding window on a CPU: the probe sees it, and no nano-batch breaks off for it. Ranks that
     hold the backbone in shards could not make up for one with every version of torch."""
     torch.manual_seed(0)
@@ -307,6 +309,7 @@ def test_attention_that_cannot_be_compiled_is_run_as_it_is() -> None:
     engine.attach("a", model.new_adapter(spec("a", 4)), scale=1.0)
     before = graphs_compiled()
     assert not model.routing.compiled
+    assert "layers are not compiled: attention in float32" in caplog.text
     for length in (20, 30, 40):
         ids = np.arange(1, length)
         engine.feed("a", [TokenSequence(ids, ids)], loss_scale=0.1)

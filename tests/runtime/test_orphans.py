@@ -52,13 +52,18 @@ def test_a_directory_is_taken_as_long_as_a_worker_lives(command, base, rows, tmp
             with pytest.raises(SpecError, match=f"another tlora is at work in .*{left}"):
                 RunDirectory(root).take()
         os.killpg(leader.pid, signal.SIGCONT)
-        free = RunDirectory(root)
-        free.take()
-        free.close()
+        take_and_leave(root)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(leader.pid, signal.SIGKILL)
         leader.communicate()
+
+
+def take_and_leave(root: Path) -> None:
+    """Raises SpecError if somebody is still there."""
+    free = RunDirectory(root)
+    free.take()
+    free.close()
 
 
 def test_a_worker_in_the_middle_of_something_ends_with_its_leader(base, tmp_path, monkeypatch):
@@ -77,9 +82,7 @@ def test_a_worker_in_the_middle_of_something_ends_with_its_leader(base, tmp_path
             time.sleep(0.01)
         leader.kill()
         leader.wait()
-        free = RunDirectory(root)
-        free.take()
-        free.close()
+        take_and_leave(root)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(leader.pid, signal.SIGKILL)

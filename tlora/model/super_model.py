@@ -112,7 +112,7 @@ class SuperModel:
             },
         )
         if compiled and self.routing.counts_in_attention:
-            logger.info("layers are not compiled: %s", NOT_COMPILED)
+            logger.warning("layers are not compiled: %s", NOT_COMPILED)
             compiled = False
         if gradient_checkpointing:
             # A compiled layer must save the same tensors when it is recomputed: S is made again.
