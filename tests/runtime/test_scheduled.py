@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from io import StringIO
 from pathlib import Path
 
@@ -22,10 +23,13 @@ from tlora.core.cluster import uniform_cluster
 from tlora.core.job import RunSpec
 from tlora.core.state import State
 from tlora.costs.groups import Costs
+from tlora.runtime.checking import prepare_jobs
+from tlora.runtime.directory import RunDirectory
+from tlora.runtime.executors.messages import Noted, Ready
 from tlora.runtime.planning import choose_profile
 from tlora.runtime.progress import ProgressLines
 from tlora.runtime.run_log import read_run
-from tlora.runtime.scheduled import SETTINGS, train_on_devices
+from tlora.runtime.scheduled import SETTINGS, Lead, train_on_devices
 from tlora.runtime.training import train
 from tlora.schedule import make_policy
 from tlora.store.sqlite import SqliteStore
@@ -74,6 +78,22 @@ def assert_same_results(spec: RunSpec, root: Path, alone: Path, *, tolerance: fl
         for key, expected in load_file(alone / job.name / weights).items():
             error = (trained[key] - expected).abs().max() / expected.abs().max()
             assert error <= tolerance, (job.name, key)
+
+
+def test_a_run_begins_before_its_first_job_joins(spec: RunSpec, tmp_path: Path) -> None:
+    """Even where the worker took the job in before it was heard to be ready."""
+    early = time.time() - 1.0
+    lead = Lead(
+        spec, prepare_jobs(spec, limit=None), RunDirectory(tmp_path), ProgressLines(StringIO())
+    )
+    lead.begin(64)
+    lead.hear(0, Ready(1.0))
+    for job in ("a", "b"):
+        lead.hear(0, Noted("attached", early, {"job": job}))
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    began, *joined = (json.loads(line) for line in lines)
+    assert [began["kind"], *(line["job"] for line in joined)] == ["began", "a", "b"]
+    assert all(line["time"] >= began["time"] > early for line in joined)
 
 
 def test_two_devices_leave_what_one_leaves(spec: RunSpec, alone: Path, tmp_path: Path) -> None:

@@ -335,6 +335,7 @@ class Lead:
 
         self._budget = 0
         self._shown = False
+        self._began = 0.0
 
     @property
     def unfinished(self) -> dict[str, JobSpec]:
@@ -410,6 +411,7 @@ class Lead:
                 if not self._shown:
                     # From here on: before, workers load the base.
                     self.directory.event("began")
+                    self._began = time.time()
                     self.progress.start(list(self._drivers.values()), self._budget)
                     self._shown = True
             case Attached(job=job, step=step):
@@ -460,7 +462,7 @@ class Lead:
     def _noted(self, device: int, what: str, when: float, fields: dict[str, Any]) -> None:
         if what == "nano_batch":
             self.progress.on_nano_batch(outcome_of(fields))
-        record = event_of(device, what, when, fields)
+        record = event_of(device, what, when, fields, began=self._began)
         # As with all events, no job depends on it.
         with suppress(OSError):
             self.directory.append(self.directory.root / "events.jsonl", record)

@@ -66,3 +66,9 @@ def test_a_job_attached_by_a_worker_has_joined_the_run() -> None:
     assert line == {"v": 1, "kind": "joined", "job": "a", "step": 0, "device": 1, "time": 5.0}
     assert line["kind"] in CAME
     assert event_of(1, "detached", 6.0, {"job": "a"})["kind"] == "detached"
+
+
+def test_nothing_happened_before_the_run_began() -> None:
+    """Readers cut out what lies between two sessions, and a line before one is in the other."""
+    assert event_of(0, "attached", 5.0, {"job": "a"}, began=5.001)["time"] == 5.001
+    assert event_of(0, "attached", 5.002, {"job": "a"}, began=5.001)["time"] == 5.002

@@ -18,7 +18,10 @@ def outcome_of(fields: dict[str, Any]) -> Outcome:
     )
 
 
-def event_of(device: int, what: str, when: float, fields: dict[str, Any]) -> dict[str, Any]:
-    """A line of events.jsonl."""
+def event_of(
+    device: int, what: str, when: float, fields: dict[str, Any], *, began: float = 0.0
+) -> dict[str, Any]:
+    """A line of events.jsonl. A worker may have taken in its first job before whoever leads heard
+    that it is ready, which is when the run began: such a line has that time."""
     kind = "joined" if what == "attached" else what
-    return {"v": 1, "kind": kind, **fields, "device": device, "time": when}
+    return {"v": 1, "kind": kind, **fields, "device": device, "time": max(when, began)}

@@ -4,6 +4,7 @@ A worker for each device trains; this process has the studies, their one log, an
 tasks. What is left on disk of a single task is what a sweep on one device leaves.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -281,7 +282,7 @@ class TaskSweep:
             for task, spec in outset.specs.items()
         }
         self._kept = 0
-        self._begun = False
+        self._began: float | None = None
         self._keep_jobs()
         self._keep_studies()
 
@@ -437,12 +438,12 @@ class TaskSweep:
     def _hear(self, device: int, message: Message) -> None:
         match message:
             case Ready():
-                if not self._begun:
+                if self._began is None:
                     # From here on: before, workers load the base.
-                    self._begun = True
                     for course in self.courses.values():
                         course.begin_clock()
                     self.directory.event("began")
+                    self._began = time.time()
             case Noted(what=what, time=when, fields=fields):
                 self._noted(device, what, when, fields)
             case Said(lines=lines):
@@ -453,7 +454,7 @@ class TaskSweep:
     def _noted(self, device: int, what: str, when: float, fields: dict[str, Any]) -> None:
         if what == "nano_batch":
             self.view.on_nano_batch(outcome_of(fields))
-        record = event_of(device, what, when, fields)
+        record = event_of(device, what, when, fields, began=self._began or 0.0)
         # As with all events, no job depends on it.
         with suppress(OSError):
             self.directory.append(self.directory.root / "events.jsonl", record)
