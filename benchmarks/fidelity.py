@@ -9,10 +9,10 @@ The profile is measured here first, by `tlora profile`'s own code in as many pro
 there are workers (they share caches and memory). Then a calibration on other jobs than those of the
 comparison, through the same workers, adds what a profile of bare nano-batches cannot know: what a
 worker spends around them, and what attaching and ending cost with files. A round of it is run
-before every real run and after the last, a probe runs all the time, and a policy is simulated at
-each speed that the machine is so seen to have had in its real runs. What prices of single groups
-miss in whole runs is told by two trial runs of other jobs. docs/fidelity.md says more. Run it on a
-machine that does nothing else.
+before every real run and after the last, and a probe runs all the time: what it took in a run, by
+the line through the rounds, is how fast the machine was, and a policy is simulated at the speeds of
+its real runs. What prices of single groups miss in whole runs is told by two trial runs of other
+jobs. docs/fidelity.md says more. Run it on a machine that does nothing else.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from fidelity_calibration import (
     NEVER,
     RANKS,
     Calibration,
+    Span,
     measure_profile,
     new_job,
     new_spec,
@@ -44,7 +45,7 @@ from fidelity_calibration import (
 )
 from fidelity_overheads import Overheads
 from fidelity_prices import NanoBatches, RunBatch, price_error_pct
-from fidelity_probe import Probe, Span, Speeds
+from fidelity_probe import Probe, Speeds
 from fidelity_verdict import LIMITS_PCT, judged, print_table
 
 from tlora.control import Loop, Turn
@@ -112,7 +113,7 @@ def main() -> int:
         calibration = Calibration(
             options.workers, measured.budget_tokens, options.calibration_seconds, work
         )
-        probe = Probe()
+        probe = Probe(work)
         try:
             for _ in range(ROUNDS_BEFORE):
                 calibration.run_round()

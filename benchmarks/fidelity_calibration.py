@@ -14,11 +14,10 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from fidelity_overheads import GroupRate, Overheads, fit_overheads
-from fidelity_probe import Span
 
 from tlora.config import dump_spec, load_spec
 from tlora.core.assets import DEMO
@@ -68,6 +67,13 @@ GROUPS = (
 )
 """Numbers of jobs that are calibrated together, and what part of the profile's budget their
 nano-batches have: few jobs and many, each with few tokens and with many."""
+
+
+class Span(NamedTuple):
+    """Of the monotonic clock."""
+
+    begin: float
+    end: float
 
 
 def say(text: str) -> None:

@@ -4,7 +4,7 @@ import importlib
 import json
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from support.scheduling import PROFILE, request
@@ -125,20 +125,21 @@ def test_a_pair_that_is_turned_round_is_alike_only_within_what_repeats_differ_by
 
 
 def test_a_run_is_compared_with_the_mean_over_the_speeds_that_were_seen_for_it(script) -> None:
-    """Each round's speeds times how much longer the probe's work took in the run; each simulated
-    figure counts once. What the rounds alone say, and the mean speed, stand beside it."""
+    """Workers were slowed by the square of what slowed the probe: so is the run between rounds.
+    Each simulated figure counts once. What the rounds alone say, and the mean speed, stand
+    beside it."""
     fidelity: ModuleType = script("fidelity")
-    span = script("fidelity_probe").Span
+    span = script("fidelity_calibration").Span
 
     class Rounds:
         spans = (span(0.0, 1.0), span(2.0, 3.0))
 
         def slowness(self, number: int) -> list[float]:
-            return [[0.0, 0.1], [0.2, 0.3]][number]
+            return [[0.0, 0.0], [0.2, 0.22]][number]
 
     class Work:
         def seconds(self, during) -> float:
-            return {0.0: 2.0, 1.0: 2.2, 2.0: 2.5}[during.begin]
+            return {0.0: 2.0, 1.0: 2.1, 2.0: 2.2}[during.begin]
 
     class Simulated:
         def run(self, policy: str, slower: float = 0.0):
@@ -150,28 +151,52 @@ def test_a_run_is_compared_with_the_mean_over_the_speeds_that_were_seen_for_it(s
     real = fidelity.RealRun(fidelity.Figures(11.5, 5.0, 8.0, 0, 1), True, [], 0, span(1.0, 2.0))
     speeds = script("fidelity_probe").Speeds(Rounds(), Work())
     found = fidelity.compared("tlora", [real], Simulated(), speeds)
-    assert [run["makespan_s"] for run in found["simulated_runs"]] == pytest.approx(
-        [11.0, 12.1, 10.56, 11.44]
-    )
+    # 2.1 / 2.0 squared, in both rounds' places: they lie on the line.
+    assert [run["makespan_s"] for run in found["simulated_runs"]] == pytest.approx([11.025] * 2)
     assert found["error_pct"] == pytest.approx(
-        {"makespan_s": 100 * (11.275 / 11.5 - 1), "jct_mean_s": 12.75, "jct_p99_s": 0.0}
+        {"makespan_s": 100 * (11.025 / 11.5 - 1), "jct_mean_s": 10.25, "jct_p99_s": 0.0}
     )
     assert found["error_by_rounds_pct"] == pytest.approx(
-        {"makespan_s": 0.0, "jct_mean_s": 15.0, "jct_p99_s": 0.0}
+        {"makespan_s": 100 * (11.05 / 11.5 - 1), "jct_mean_s": 10.5, "jct_p99_s": 0.0}
     )
     assert found["error_at_mean_speed_pct"]["makespan_s"] == pytest.approx(100 * (10 / 11.5 - 1))
-    assert found["price_error_pct"] == pytest.approx([0.1275])
+    assert found["price_error_pct"] == pytest.approx([0.1025])
     assert speeds.as_json["correlation"] == pytest.approx(1.0)
+    assert speeds.as_json["slope"] == pytest.approx(2.0)
 
 
-def test_the_probe_counts_what_its_work_took_in_a_span(script) -> None:
+def test_speeds_lie_as_far_from_the_line_as_rounds_do(script) -> None:
+    """And the line is the one of least squares."""
+    span = script("fidelity_calibration").Span
+    workers = (1.0, 1.3, 1.1, 1.2)
+
+    class Rounds:
+        spans = tuple(span(i, i + 1.0) for i in range(4))
+
+        def slowness(self, number: int) -> list[float]:
+            return [workers[number] - 1]
+
+    class Work:
+        def seconds(self, during) -> float:
+            return (1.0, 1.2, 1.2, 1.0)[int(during.begin)] if during.begin < 9 else 1.2
+
+    run = SimpleNamespace(round_before=0, span=span(9.0, 10.0))
+    speeds = script("fidelity_probe").Speeds(Rounds(), Work())
+    slow = (1.3 * 1.1) ** 0.5
+    fast = 1.2**0.5
+    expected = [slow / fast * 1.0, 1.3, 1.1, slow / fast * 1.2]
+    assert [1 + each for each in speeds.during(run)] == pytest.approx(expected)
+    left = speeds.as_json["left_pct"]
+    assert left[0] < left[3] and left[2] < left[1]
+
+
+def test_the_probe_counts_what_its_work_took_in_a_span(script, tmp_path) -> None:
     module: ModuleType = script("fidelity_probe")
-    probe = module.Probe()
     began = time.monotonic()
-    while len(probe._samples) < 3:
-        assert time.monotonic() < began + 60
-        time.sleep(0.05)
+    probe = module.Probe(tmp_path)
+    time.sleep(3 * module.PERIOD_S + 1.0)
     probe.close()
+    assert len(probe._samples) >= 2
     every = module.Span(began, time.monotonic())
     first = module.Span(began, probe._samples[0][0])
     assert probe.seconds(first) == probe._samples[0][1] > 0
