@@ -167,7 +167,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Simulated runs against real ones.")
     parser.add_argument("--jobs", type=int, default=24)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--seconds", type=float, default=8.0, help="of the mean job, alone")
     parser.add_argument("--load", type=float, default=LOAD, help="demanded over given devices")
