@@ -51,6 +51,10 @@ def test_a_run_is_asked_killed_and_gone_on_with(base, tlora_command, capsys):
     file, and ends as alone."""
     write("jobs.yaml", base, long=STEPS)
     write("more.yaml", base, long=STEPS, late=8)
+    more = yaml.safe_load(Path("more.yaml").read_text())
+    # It means that of the run.
+    del more["base"]
+    Path("more.yaml").write_text(yaml.safe_dump(more))
     command = [sys.executable, "-m", "tlora", "train", "jobs.yaml"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as run:
         try:
@@ -89,10 +93,12 @@ def test_what_cannot_be_asked_of_a_run_is_one_message_and_exit_code_2(base, tlor
     write("jobs.yaml", base, a=2)
     assert tlora_command("train", "jobs.yaml") == 0
     write("other.yaml", base, a=3)
+    Path("baseless.yaml").write_text("jobs: [{name: a, data: rows.jsonl}]")
     capsys.readouterr()
     for words, said in (
         (("submit", "jobs.yaml", "--run", "nowhere"), "nowhere is not there"),
         (("submit", "other.yaml"), "runs/other is not there"),
+        (("submit", "baseless.yaml"), "base.model: is required"),
         (("submit", "other.yaml", "--run", "runs/jobs"), "job 'a': train.max_steps: differs from"),
         (("resume", "a", "--run", "runs/jobs"), "a is over: completed"),
         (("cancel", "a", "--run", "runs/jobs"), "a is over: completed"),

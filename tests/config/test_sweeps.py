@@ -206,6 +206,28 @@ def test_everything_wrong_is_told_at_once() -> None:
         assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("serach", "did you mean 'search'?"),
+        ("default", "did you mean 'defaults'?"),
+        (
+            "zzz",
+            "known here: base, defaults, early_exit, engine, report_to, search, task, tasks",
+        ),
+        ("lora", "'lora' belongs in 'task' or in 'defaults'"),
+        ("space", "'space' belongs in 'search'"),
+        ("metric", "'metric' belongs in 'search.objective'"),
+        ("dtype", "'dtype' belongs in 'base'"),
+    ],
+)
+def test_a_key_that_nobody_knows_is_told_what_a_sweep_file_has(key: str, said: str) -> None:
+    """At its top; nothing that a job file has and a sweep has not."""
+    with pytest.raises(SpecError) as caught:
+        load_sweep(tree(**{key: {}}))
+    assert str(caught.value) == f"{key}: unknown key; {said}"
+
+
 @pytest.mark.parametrize("key", ["task", "tasks"])
 def test_a_sweep_is_no_job_file(key: str, tmp_path: Path) -> None:
     """`tlora train` says what the file is and which verb runs it, and nothing else; a sweep beside

@@ -14,7 +14,7 @@ from support.runs import job_file, write_rows
 from transformers import AutoModelForCausalLM
 
 from tlora.config import load_spec
-from tlora.core.job import RunSpec
+from tlora.core.job import EngineSpec, RunSpec
 from tlora.core.sequence import TokenSequence
 from tlora.data.prepare import prepare
 from tlora.model.loading import load_base, load_tokenizer
@@ -24,7 +24,7 @@ from tlora.model.targets import find_targets
 from tlora.runtime import exporting
 from tlora.runtime.environment import cache_directory
 from tlora.runtime.progress import ProgressLines
-from tlora.runtime.training import RunResult, train
+from tlora.runtime.training import RunResult, compiling_lines, train
 
 # As in tests/model/test_super_model.py: measured noise up to 1e-6 of the largest logit.
 TOLERANCE = 1e-5
@@ -282,3 +282,14 @@ def test_an_adapter_that_cannot_be_written_fails_its_job_only(
     assert result.failed == ["a"] and "No space left" in result.jobs["a"].reason
     assert [path.name for path in (tmp_path / "run/b/adapter").glob("*.safetensors")]
     assert not list((tmp_path / "run/a").glob(".*")) and not (tmp_path / "run/a/adapter").exists()
+
+
+def test_whoever_waits_for_compiled_layers_is_told() -> None:
+    """On a GPU unless it is turned off, elsewhere only if it is asked for."""
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    said = [
+        bool(compiling_lines(EngineSpec(compile=asked), device))
+        for asked in ("auto", True, False)
+        for device in (cpu, gpu)
+    ]
+    assert said == [False, True, True, True, False, False]

@@ -169,6 +169,9 @@ def load_block(block: Block, folder: Path) -> None:
         job = {key: value for key, value in tree.items() if key in JOB.sections[""]}
         rest = {key: value for key, value in tree.items() if key not in job}
         tree = {"base": "demo", **rest, "jobs": [{"name": "a", "data": "org/rows", **job}]}
+    else:
+        # One that is submitted names none.
+        tree = {"base": "demo", **tree}
     before = Path.cwd()
     try:
         # A mapping's names are looked up where we stand.

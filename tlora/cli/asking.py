@@ -35,13 +35,15 @@ def submit(
     override: Overrides = None,
 ) -> None:
     """Have the jobs of a file join a run that is at work. Jobs that it has already stay as they
-    are."""
+    are, and a file that names no base means that of the run."""
     # The spec first: a typo should not wait for torch.
     from tlora.config import load_spec
+    from tlora.runtime.elastic.asking import base_of
     from tlora.runtime.elastic.asking import submit as submit_to
 
-    asked = load_spec(file, override or ())
-    print_lines(submit_to(run or Path("runs") / file.stem, asked, patience_s=PATIENCE_S))
+    root = run or Path("runs") / file.stem
+    asked = load_spec(file, override or (), base=base_of(root))
+    print_lines(submit_to(root, asked, patience_s=PATIENCE_S))
 
 
 def status(run: RunOption) -> None:

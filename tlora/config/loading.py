@@ -6,7 +6,7 @@ into the frozen dataclasses of `core/job.py`, whose own checks have the last wor
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 
@@ -21,15 +21,20 @@ from tlora.core.job import JobSpec, RunSpec
 
 
 def load_spec(
-    source: str | os.PathLike[str] | Mapping[str, object], overrides: Sequence[str] = ()
+    source: str | os.PathLike[str] | Mapping[str, object],
+    overrides: Sequence[str] = (),
+    *,
+    base: object = None,
 ) -> RunSpec:
     """The run that a YAML or JSON file, or a mapping, asks for.
 
-    `overrides` are texts `FIELD=VALUE`, as after `-o`. Raises SpecError for one problem and
-    SpecErrors, with all of them in `.problems`, for several.
+    `overrides` are texts `FIELD=VALUE`, as after `-o`. `base` is that of a file without one. Raises
+    SpecError for one problem and SpecErrors, with all of them in `.problems`, for several.
     """
     document = read_source(source)
     refuse_sweep(document)
+    if base is not None:
+        document = replace(document, tree={"base": base, **document.tree})
     problems = Problems()
     spec = load_document(document, overrides, problems)
     problems.raise_if_any()

@@ -16,9 +16,11 @@ from tlora.config.fields import (
     JOB,
     MIN_LR_RATE,
     PARTS,
+    RUN,
     SWEEP_KEYS,
     Vocabulary,
     leaves,
+    nearest,
     section_of,
     short,
     usual_word,
@@ -76,6 +78,8 @@ def sweep_vocabulary() -> Vocabulary:
 
 
 SWEEP = sweep_vocabulary()
+RUN_KEYS = (*RUN.sections[""], "defaults")
+"""At the top of a sweep file, as at that of a job file."""
 
 
 def load_sweep(
@@ -88,6 +92,7 @@ def load_sweep(
 def sweep_of(document: Document, overrides: Sequence[str] = ()) -> SweepSpec:
     refuse_jobs(document)
     problems = Problems()
+    refuse_unknown(document.tree, problems)
     own = [text for text in overrides if re.split(r"[.=]", text)[0].strip() in SWEEP_KEYS]
     others = [text for text in overrides if text not in own and not misplaced(text, problems)]
     run = load_task(document, others, problems)
@@ -107,6 +112,23 @@ def sweep_of(document: Document, overrides: Sequence[str] = ()) -> SweepSpec:
         engine=run.engine,
         report_to=run.report_to,
     )
+
+
+def refuse_unknown(tree: Tree, problems: Problems) -> None:
+    """At the top of the file, which has other keys than that of a job file."""
+    for key in tree:
+        if key not in (*RUN_KEYS, *SWEEP_KEYS, "jobs"):
+            problems.add(SpecError(f"unknown key; {where_it_belongs(key)}", field=key))
+
+
+def where_it_belongs(key: str) -> str:
+    if key in JOB.sections[""]:
+        return f"'{key}' belongs in 'task' or in 'defaults'"
+    sections = {**RUN.sections, **SWEEP.sections, "search": {"space", *SWEEP.sections["search"]}}
+    homes = [f"'{name}'" for name, keys in sections.items() if name and key in keys]
+    if homes:
+        return f"'{key}' belongs in {' or '.join(homes)}"
+    return nearest(key, [*RUN_KEYS, *SWEEP_KEYS])
 
 
 def misplaced(text: str, problems: Problems) -> bool:
@@ -160,7 +182,7 @@ def load_task(document: Document, overrides: Sequence[str], problems: Problems) 
         what = "a mapping with a name and data, as a job is"
         problems.add(SpecError(f"must be {what}, got {shown(task)}", field="task"))
         return None
-    rest = {key: value for key, value in tree.items() if key not in (*SWEEP_KEYS, "jobs")}
+    rest = {key: value for key, value in tree.items() if key in RUN_KEYS}
     return load_document(Document({**rest, "jobs": [task]}, document.folder), overrides, problems)
 
 

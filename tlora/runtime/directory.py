@@ -205,9 +205,12 @@ class RunDirectory:
             if file is not None:
                 file.close()
 
-    def close(self) -> None:
+    def close_files(self) -> None:
         for path in list(self._open):
             self.close_file(path)
+
+    def close(self) -> None:
+        self.close_files()
         if self._lock is not None:
             with contextlib.suppress(OSError):
                 (self.root / HOLDER).unlink(missing_ok=True)

@@ -158,13 +158,13 @@ class Recorder:
 
     def close(self) -> None:
         """All that was handed over is written, and the ends of jobs are recorded, before this
-        returns."""
+        returns. The directory stays taken."""
         try:
             self._saver.close()
         finally:
             self.progress.close()
             self.sinks.close_all()
-            self.directory.close()
+            self.directory.close_files()
 
     def on_nano_batch(self, outcome: Outcome) -> None:
         measure = {"measure": asdict(outcome.measure)} if outcome.measure else {}

@@ -59,6 +59,7 @@ from tlora.runtime.resuming import check_same_bits, finished, saved_steps
 from tlora.runtime.sinks import check_trackers
 from tlora.runtime.training import (
     RunResult,
+    compiling_lines,
     describe_run,
     leave_report,
     load_super_model,
@@ -127,6 +128,7 @@ def _train(
     data = prepare_jobs(spec, limit=context_length(shape.config))
     budget = nano_batch_tokens(spec, device, data, shape.num_parameters())
     progress.say(*start_lines(spec.jobs, data, directory.root / "data.txt"))
+    progress.say(*compiling_lines(spec.engine, device))
     chosen = choose_profile(spec, profile, device)
     progress.say(f"{len(names)} devices, policy {policy}; profile: {chosen.source}")
     proof = proven(spec, device, data, budget, directory if opening.goes_on else None)
@@ -147,7 +149,7 @@ def _train(
         if desk is not None:
             desk.close()
         progress.close()
-        directory.close()
+        directory.close_files()
     leave_report(directory.root, progress)
     progress.finish(list(lead.results.values()), directory.root)
     return RunResult(directory.root, lead.results, interrupted=stopped)

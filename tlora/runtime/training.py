@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import tlora
-from tlora.core.job import RunSpec
+from tlora.core.job import EngineSpec, RunSpec
 from tlora.data.prepare import PreparedData
 from tlora.model.loading import load_base, load_shape, resolve_device
 from tlora.model.super_model import SuperModel
@@ -82,6 +82,7 @@ def _train(opening: Opening, device: torch.device, progress: Progress) -> RunRes
     data = prepare_jobs(spec, limit=context_length(shape.config))
     budget = nano_batch_tokens(spec, device, data, shape.num_parameters())
     progress.say(*start_lines(spec.jobs, data, directory.root / "data.txt"))
+    progress.say(*compiling_lines(spec.engine, device))
     model = load_super_model(spec, device)
     proof = None
     if spec.engine.isolation == "exact":
@@ -144,12 +145,22 @@ def load_super_model(
         reserve_rows=reserve_rows or sum(job.lora.r for job in spec.jobs),
         per_sequence=spec.engine.isolation == "exact",
         gradient_checkpointing=spec.engine.gradient_checkpointing,
-        compiled=compiles(spec, device),
+        compiled=compiles(spec.engine, device),
     )
 
 
-def compiles(spec: RunSpec, device: torch.device) -> bool:
-    return device.type == "cuda" if spec.engine.compile == "auto" else spec.engine.compile
+def compiles(engine: EngineSpec, device: torch.device) -> bool:
+    return device.type == "cuda" if engine.compile == "auto" else engine.compile
+
+
+def compiling_lines(engine: EngineSpec, device: torch.device) -> list[str]:
+    """For whoever wonders what becomes of the first minute."""
+    if not compiles(engine, device):
+        return []
+    return [
+        "layers are compiled in the first nano-batches, which may take a minute or two; "
+        "engine.compile: false trains without, more slowly"
+    ]
 
 
 def show_exact(

@@ -35,6 +35,11 @@ def check_is_run(root: Path, verb: str) -> None:
     read_about(root)
 
 
+def base_of(root: Path) -> object:
+    """As a file would name it; None where there is no run to ask."""
+    return read_spec(root / "resolved.yaml").get("base")
+
+
 def submit(root: Path, asked: RunSpec, *, patience_s: float) -> list[str]:
     """Have the jobs join the run; lines that say what became of that. Raises SpecError, with
     nothing asked, where they cannot."""

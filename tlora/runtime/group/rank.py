@@ -109,7 +109,7 @@ def load_backbone(
             model,
             reserve_rows=sum(job.lora.r for job in spec.jobs),
             gradient_checkpointing=spec.engine.gradient_checkpointing,
-            compiled=compiles(spec, device),
+            compiled=compiles(spec.engine, device),
         )
         sharded.serve(super_model)
     return super_model, sharded

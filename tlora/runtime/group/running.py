@@ -41,7 +41,6 @@ def train_in_group(
     threads = None if names[0].startswith("cuda") else 1
     if again is None:
         again = Again(options=over_devices(plan.gpus, profile=profile))
-    stopped = False
     try:
         with using_threads(threads):
             whole.begin(fresh=fresh, again=again)
@@ -65,9 +64,9 @@ def train_in_group(
                 elif not whole.floor.was_asked_for_more():
                     break
             stopped = interrupt.asked and bool(whole.unfinished())
+        return whole.finish(interrupted=stopped)
     finally:
         whole.close()
-    return whole.finish(interrupted=stopped)
 
 
 @contextmanager

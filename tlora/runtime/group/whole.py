@@ -28,7 +28,7 @@ from tlora.runtime.progress import USAGE, Progress, RankUsage
 from tlora.runtime.resuming import finished, tried
 from tlora.runtime.scheduled import Lead, proven
 from tlora.runtime.sinks import check_trackers
-from tlora.runtime.training import RunResult, describe_run, leave_report
+from tlora.runtime.training import RunResult, compiling_lines, describe_run, leave_report
 from tlora.schedule.plan_check import nothing_smaller, smaller
 from tlora.schedule.planner import gpus_text
 
@@ -68,7 +68,7 @@ class Whole:
 
         self._lead: Lead | None = None
         self._floor: GroupFloor | None = None
-        self._closed = False
+        self._ended = False
 
     @property
     def spec(self) -> RunSpec:
@@ -91,6 +91,7 @@ class Whole:
             check_kept_layers(self.plan.kept_layers, len(layers_to_shard(shape)))
         data = prepare_jobs(spec, limit=context_length(shape.config))
         self.progress.say(*start_lines(spec.jobs, data, directory.root / "data.txt"))
+        self.progress.say(*compiling_lines(spec.engine, self.device))
         # As each rank does it: bits depend on it, so that it must not depend on the plan.
         budget = nano_batch_tokens(spec, self.device, data, shape.num_parameters())
         proof = proven(spec, self.device, data, budget, directory if opening.goes_on else None)
@@ -206,9 +207,14 @@ class Whole:
         self.directory.write_json(root / "run.json", self._with_plan(read_about(root)))
 
     def close(self) -> None:
-        if self._closed:
+        self._end()
+        self.directory.close()
+
+    def _end(self) -> None:
+        """Nothing more happens; the directory stays taken."""
+        if self._ended:
             return
-        self._closed = True
+        self._ended = True
         if self._lead is not None:
             fields = {
                 "v": 1,
@@ -220,7 +226,7 @@ class Whole:
         if self._floor is not None:
             self._floor.close()
         self.progress.close()
-        self.directory.close()
+        self.directory.close_files()
 
     def finish(self, *, interrupted: bool) -> RunResult:
         results: dict[str, JobResult] = dict(self._lead.results) if self._lead is not None else {}
@@ -229,7 +235,8 @@ class Whole:
             if found is not None:
                 results.setdefault(job.name, found)
         if self.leads:
-            self.close()
+            self._end()
             leave_report(self.directory.root, self.progress)
             self.progress.finish(list(results.values()), self.directory.root)
+            self.close()
         return RunResult(self.directory.root, results, interrupted=interrupted)

@@ -51,7 +51,7 @@ from tlora.runtime.sweeps.tasks_view import TasksView, closing_task_lines, plan_
 from tlora.runtime.sweeps.trials import MadeTrial, TrialMaker, representatives
 from tlora.runtime.sweeps.tune import SweepDirectory, begin, kept_winner, make_trials, study_of
 from tlora.runtime.sweeps.view import View, choose_view
-from tlora.runtime.training import describe_run, load_super_model
+from tlora.runtime.training import compiling_lines, describe_run, load_super_model
 from tlora.schedule.tasks import TaskPlan, plan_tasks
 from tlora.store.study import StudyLog, StudyTurn
 from tlora.tuning.outlook import survivors_of
@@ -107,6 +107,7 @@ def _tune(
     turns, directory = opening.turns, SweepDirectory(opening.root)
     known = look_ahead(specs, turns, torch.device(names[0]), profile)
     view.say(*start_lines([spec.task for spec in specs], known.shared, output_of(directory)))
+    view.say(*compiling_lines(known.run.engine, known.device))
     begun = directory if opening.goes_on else None
     proof = proven(known.run, known.device, known.data, known.budget, begun)
     opening.create()

@@ -37,7 +37,7 @@ from tlora.runtime.sweeps.trials import (
 )
 from tlora.runtime.sweeps.view import View, choose_view
 from tlora.runtime.sweeps.winning import keep_winner
-from tlora.runtime.training import describe_run, load_super_model, show_exact
+from tlora.runtime.training import compiling_lines, describe_run, load_super_model, show_exact
 from tlora.store.study import StudyLog, StudyTurn
 from tlora.training.controller import Controller
 from tlora.training.engine import Engine
@@ -76,6 +76,7 @@ def _tune(opening: SweepOpening, spec: SweepSpec, view: View, *, measure_fusion:
     root, turns = opening.root, opening.turns[spec.task.name]
     outset = look_ahead(spec, turns)
     view.say(*start_lines((spec.task,), outset.shared, root / "data.txt"))
+    view.say(*compiling_lines(spec.engine, outset.device))
     stage = set_up(outset, root if opening.goes_on else None, view)
     directory = SweepDirectory(root)
     opening.create()
