@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tlora.training import compose as composing
 from tlora.training.compose import (
     Composition,
     Kind,
@@ -324,6 +325,26 @@ def test_equal_jobs_take_turns() -> None:
     world = Rounds(jobs, budget=300)
     for _ in world.run(300):
         assert max(job.waited for job in jobs) <= 10
+
+
+def members(jobs: int, turns: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many jobs each nano-batch has, of jobs with batches of a quarter of the budget."""
+    monkeypatch.setattr(composing, "TURNS", turns)
+    many = [Job(f"job{i}", repeat([20] * 16)) for i in range(jobs)]
+    found = [len(each.taken) for each in Rounds(many, budget=1280).run(jobs * 10)]
+    # Nobody gets less for it.
+    assert max(job.tokens for job in many) - min(job.tokens for job in many) <= 2 * 320
+    return found
+
+
+def test_many_jobs_take_turns_of_several_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn is an eighth of the budget: so many jobs in a nano-batch, however many there are.
+    Without turns all are in every one that has room for a sequence of each."""
+    turns = composing.TURNS
+    assert set(members(40, turns, monkeypatch)) == {turns}
+    assert set(members(40, 1280, monkeypatch)) == {40}
+    # Few are together as they would be without.
+    assert statistics.mean(members(6, turns, monkeypatch)) > 5
 
 
 def test_a_sequence_that_fits_beside_nobody_is_not_overtaken_for_ever() -> None:

@@ -3,9 +3,11 @@
 Jobs are served by deficit round robin: a job pays with credit for the tokens it gets, and what a
 pass has cost is granted back to all waiting jobs in proportion to their weights. The job with the
 largest claim (credit for its weight) always goes first, so nobody waits for ever; the others that
-are owed something follow, and room that they leave is filled by whoever fits. A job offers only
-what is left of its current batch, so a nano-batch never holds two batches of one job; what it
-cannot use because its batch ran out is not saved up.
+are owed something follow, and room that they leave is filled by whoever fits. Whoever is served has
+a turn of several sequences, for every adapter in a nano-batch costs by itself: many jobs come one
+after another, not all of them with a little every time. A job offers only what is left of its
+current batch, so a nano-batch never holds two batches of one job; what it cannot use because its
+batch ran out is not saved up.
 """
 
 import heapq
@@ -66,6 +68,9 @@ class Composition:
 
 NEARLY_FULL = 15 / 16
 
+TURNS = 8
+"""A turn ends with the sequence that makes it this part of the budget."""
+
 PARTS = 32
 SMALLEST = 4
 """Sizes are thirty-seconds of the budget, from an eighth on. On an H200 the time of a nano-batch is
@@ -115,7 +120,7 @@ def compose(
         rows=bucket_of(tokens, budget, buckets),
         tokens=tokens,
         picks=tuple(Pick(member.job, tuple(member.taken)) for member in sharing if member.taken),
-        credits=_settle(members, head.kind),
+        credits=_settle(members, head.kind, budget),
         budget=budget,
         full=tokens >= NEARLY_FULL * budget or any(member.has_more for member in sharing),
     )
@@ -188,7 +193,7 @@ class _Queue:
 
 
 def _fill(members: list[_Member], head: _Member, budget: int) -> None:
-    """Whole sequences up to the budget: the head's next one, then what is owed, then what fits.
+    """Whole sequences up to the budget: the head's next ones, then what is owed, then what fits.
 
     Among those that are owed something the adapters' work decides, so that the sum of tokens x rank
     is alike in all nano-batches: while the ranks so far are above the mean that the weights make,
@@ -204,24 +209,31 @@ def _fill(members: list[_Member], head: _Member, budget: int) -> None:
     room = budget
     excess = 0.0
     while member is not None:
-        length = member.take(budget)
+        tokens = member.take(budget)
+        while tokens * TURNS < budget and member.fits(room - tokens):
+            tokens += member.take(budget)
         queue.reorder_first()
-        room -= length
-        excess += (member.rank - mean_rank) * length
+        room -= tokens
+        excess += (member.rank - mean_rank) * tokens
         queue, other = (low, high) if excess > 0 else (high, low)
         member, instead = queue.first(room), other.first(room)
         if member is None or (instead is not None and member.claim <= even < instead.claim):
             queue, member = other, instead
 
 
-def _settle(members: list[_Member], kind: Kind) -> dict[str, float]:
+def _settle(members: list[_Member], kind: Kind, budget: int) -> dict[str, float]:
     """Credits after the pass: what it cost is granted back by weight, so that the credits of those
     who have more to do sum to zero. A job whose batch ran out comes back at best level with the
-    first of those who could have joined and had to wait, or with the mean; if nobody has more to
-    do, nobody is owed anything."""
+    first of those who could have joined and had to wait, or with the mean. If nobody has more to
+    do, nobody is owed anything, and who has had more remembers a turn of it: or the first of equals
+    would have the turn that is left over every time."""
     behind = [member for member in members if member.has_more]
     if not behind:
-        return {member.job: 0.0 for member in members}
+        first = max(member.claim for member in members)
+        return {
+            member.job: max((member.claim - first) * member.weight, -budget / TURNS)
+            for member in members
+        }
     mean = sum(member.credit for member in behind) / sum(member.weight for member in behind)
     front = max([mean, *(member.claim for member in behind if member.kind is kind)])
     for member in members:
