@@ -28,6 +28,7 @@ from tlora.runtime.benchmark.settings import Settings
 from tlora.runtime.benchmark.steadiness import Graphs
 from tlora.runtime.environment import quieten_libraries
 from tlora.training import compose
+from tlora.training.outcome import Outcome
 
 ONE_SEQUENCE = 1 << 30
 
@@ -39,7 +40,7 @@ class Members(Counter):
         super().__init__()
         self.members: list[int] = []
 
-    def on_nano_batch(self, outcome) -> None:
+    def on_nano_batch(self, outcome: Outcome) -> None:
         super().on_nano_batch(outcome)
         self.members.append(len(outcome.tokens))
 

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tlora.costs.rounds import shared_tokens
 from tlora.training import compose as composing
 from tlora.training.compose import (
     Composition,
@@ -420,6 +421,35 @@ def test_many_small_batches_share_alike() -> None:
         jobs.append(Job(f"job{i}", lengths(i, low, high, batch), rank=rank))
     for share in shares(jobs, budget=1024, rounds=1_500):
         assert share == pytest.approx(1.0, abs=0.1)
+
+
+def worst_off(seed: int) -> float:
+    """Of a random set of jobs of equal weight: what the one worst off gets, over its equal share or
+    as much of it as its batches can use."""
+    random = Random(seed)
+    count, budget = random.choice([3, 5, 6, 8, 10, 16, 24]), random.choice([1024, 2048, 8192])
+    spans = [random.choice([(20, 60), (50, 300), (100, 500)]) for _ in range(count)]
+    batches = [random.choice([1, 2, 4, 8, 16]) for _ in range(count)]
+    jobs = [
+        Job(f"job{i}", lengths(i, *span, batch), rank=random.choice([2, 8, 64]))
+        for i, (span, batch) in enumerate(zip(spans, batches, strict=True))
+    ]
+    for _ in Rounds(jobs, budget=budget).run(200):
+        pass
+    usable = [sum(span) / 2 * batch for span, batch in zip(spans, batches, strict=True)]
+    due = shared_tokens(usable, [1.0] * count, budget)
+    total = sum(job.tokens for job in jobs)
+    return min(job.tokens / total / (each / sum(due)) for job, each in zip(jobs, due, strict=True))
+
+
+def test_turns_bring_shares_nearer_to_what_jobs_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured over forty sets: 0.92 with turns, 0.88 without."""
+    found = {}
+    for turns in (composing.TURNS, 1 << 30):
+        monkeypatch.setattr(composing, "TURNS", turns)
+        found[turns] = statistics.mean(worst_off(seed) for seed in range(40))
+    with_turns, without = found.values()
+    assert with_turns > without + 0.02 and with_turns > 0.9
 
 
 def test_shares_that_ignore_weights_are_refused() -> None:
