@@ -15,6 +15,7 @@ from support.runs import job_file
 import tlora
 from tlora.core.job import RunSpec
 from tlora.core.plan import Plan
+from tlora.runtime.elastic import desk
 from tlora.runtime.group.running import train_in_group
 from tlora.runtime.group.supervisor import Ranks
 from tlora.runtime.scheduled import train_on_devices
@@ -49,6 +50,12 @@ def together(spec: RunSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("together") / "run"
     assert not tlora.train(spec, output=output).failed
     return output
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests in a row may take longer than a job that has a device to itself."""
+    monkeypatch.setattr(desk, "LOOK_EVERY_S", 0.1)
 
 
 def first(spec: RunSpec) -> RunSpec:
