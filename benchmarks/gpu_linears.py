@@ -7,7 +7,8 @@
 NaN, and shows that a scale off by 1 % is refused. --stages times each kernel beside its bytes.
 --layer times forward and dX of the seven linears, frozen and with adapters, as replays of a
 captured graph and, with --plain, without one; `by group` is the same from the groups timed one by
-one. --warm first compiles every kernel, in processes side by side. Tables first, then one JSON
+one. --composed takes nano-batches as the engine makes them of so many jobs, not one with all of
+them. --warm first compiles every kernel, in processes side by side. Tables first, then one JSON
 line.
 """
 
@@ -23,6 +24,7 @@ from multiprocessing import get_context
 
 import torch
 import triton
+from composed_batch import Part, composed_batch
 
 from tlora.kernels.multi_lora import reference
 from tlora.kernels.multi_lora import triton_backward as backward
@@ -30,6 +32,7 @@ from tlora.kernels.multi_lora import triton_forward as forward
 from tlora.kernels.multi_lora.blocks import Blocks, Layout, Tiles
 from tlora.kernels.multi_lora.tables import Segment
 from tlora.kernels.streams import step_key, threshold
+from tlora.runtime.benchmark.settings import read_lengths
 
 SHAPES = {
     "8b": {
@@ -57,6 +60,13 @@ class Case:
     zero: bool = False
     """Gradients are marked as zero: a job's whole batch is in the nano-batch."""
 
+    composed: int | None = None
+    """The nano-batch of this number that the engine makes of so many jobs, instead of one with all
+    adapters in it."""
+
+    lengths: str = "512"
+    batch: tuple[int, ...] = (1, 2, 4)
+
     @property
     def max_rank(self) -> int:
         return max(self.rank(i) for i in range(self.adapters))
@@ -65,13 +75,10 @@ class Case:
         return MIXED[i % len(MIXED)] if self.ranks == "mixed" else int(self.ranks)
 
     def segments(self, linears: int) -> list[Segment]:
-        """Uneven lengths that fill the nano-batch."""
-        weights = [1.0 + 0.5 * ((7 * i) % 5 - 2) / 2 for i in range(self.adapters)]
-        edges = [0, *itertools.accumulate(weights)]
-        edges = [round(edge / edges[-1] * self.tokens) for edge in edges]
-        segments, a_row, b_row = [], 0, 0
-        for i, (start, stop) in enumerate(itertools.pairwise(edges)):
-            rank = self.rank(i)
+        parts = self.uneven() if self.composed is None else self.as_composed(self.composed)
+        segments, start, a_row, b_row = [], 0, 0, 0
+        for part in parts:
+            rank, stop = self.rank(part.job), start + part.tokens
             segments.append(
                 Segment(
                     start=start,
@@ -81,12 +88,31 @@ class Case:
                     b_rows=(b_row,) * linears,
                     scale=16 / rank,
                     threshold=threshold(self.dropout),
-                    key=step_key(i, 3),
-                    zero_grad=self.zero,
+                    key=step_key(part.job, 3),
+                    zero_grad=part.begins,
                 )
             )
-            a_row, b_row = a_row + rank * linears, b_row + rank
+            start, a_row, b_row = stop, a_row + rank * linears, b_row + rank
         return segments
+
+    def uneven(self) -> list[Part]:
+        """Of all adapters, so that they fill the nano-batch."""
+        weights = [1.0 + 0.5 * ((7 * i) % 5 - 2) / 2 for i in range(self.adapters)]
+        edges = [0, *itertools.accumulate(weights)]
+        edges = [round(edge / edges[-1] * self.tokens) for edge in edges]
+        return [
+            Part(i, stop - start, self.zero)
+            for i, (start, stop) in enumerate(itertools.pairwise(edges))
+        ]
+
+    def as_composed(self, number: int) -> list[Part]:
+        return composed_batch(
+            [self.rank(i) for i in range(self.adapters)],
+            self.tokens,
+            lengths=read_lengths(self.lengths),
+            batches=self.batch,
+            number=number,
+        )
 
 
 class Group:
@@ -116,7 +142,9 @@ class Group:
                 torch.arange(s.stop - s.start, dtype=torch.int32, device="cuda")
                 for s in self.segments
             ]
-        )
+            # Padding is nobody's.
+            + [torch.zeros(case.tokens, dtype=torch.int32, device="cuda")]
+        )[: case.tokens]
         self.linears = list(range(5, 5 + n))
         layout = Layout(
             num_tokens=case.tokens,
@@ -478,6 +506,16 @@ def main() -> None:
     parser.add_argument(
         "--zero", action="store_true", help="gradients are marked as zero and not read"
     )
+    parser.add_argument(
+        "--composed",
+        type=int,
+        nargs="+",
+        help="nano-batches of these numbers as the engine makes them of so many jobs",
+    )
+    parser.add_argument("--lengths", default="512", help="with --composed, as tlora bench takes it")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=[1, 2, 4], help="with --composed, in sequences"
+    )
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a CUDA device")
@@ -486,8 +524,10 @@ def main() -> None:
     lines = []
 
     cases = [
-        Case(*values, args.zero)
-        for values in itertools.product(args.tokens, args.adapters, args.ranks, args.dropout)
+        Case(*values, args.zero, number, args.lengths, tuple(args.batch))
+        for *values, number in itertools.product(
+            args.tokens, args.adapters, args.ranks, args.dropout, args.composed or [None]
+        )
     ]
     if args.warm:
         warm(cases, args.shape, args.shadow, args.how)
