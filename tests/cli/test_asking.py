@@ -98,7 +98,7 @@ def test_what_cannot_be_asked_of_a_run_is_one_message_and_exit_code_2(base, tlor
     for words, said in (
         (("submit", "jobs.yaml", "--run", "nowhere"), "nowhere is not there"),
         (("submit", "other.yaml"), "runs/other is not there"),
-        (("submit", "baseless.yaml"), "base.model: is required"),
+        (("submit", "baseless.yaml"), "runs/baseless is not there"),
         (("submit", "other.yaml", "--run", "runs/jobs"), "job 'a': train.max_steps: differs from"),
         (("resume", "a", "--run", "runs/jobs"), "a is over: completed"),
         (("cancel", "a", "--run", "runs/jobs"), "a is over: completed"),

@@ -36,7 +36,8 @@ def check_is_run(root: Path, verb: str) -> None:
 
 
 def base_of(root: Path) -> object:
-    """As a file would name it; None where there is no run to ask."""
+    """As a file would name it. Raises SpecError where there is no run to join."""
+    check_is_run(root, "submit")
     return read_spec(root / "resolved.yaml").get("base")
 
 
