@@ -29,7 +29,10 @@ function drawThroughput() {
     svg("text", { x: frame.left - 8, y: floor - 4, "text-anchor": "end" }, most === 1 ? "1 job" : `${most} jobs`));
   for (const at of DATA.resumed) {
     frame.root.append(svg("line", { x1: frame.x(at), x2: frame.x(at), y1: frame.top, y2: floor, class: "resumed" }),
-      svg("text", { x: frame.x(at) + 4, y: frame.top + 10 }, "resumed"));
+      // On the other side of a line that the plot ends with.
+      frame.x(at) > frame.width - frame.right - 60
+        ? svg("text", { x: frame.x(at) - 4, y: frame.top + 10, "text-anchor": "end" }, "resumed")
+        : svg("text", { x: frame.x(at) + 4, y: frame.top + 10 }, "resumed"));
   }
   frame.bottom -= strip;
   frame.axisX(timeTicks(0, last, frame.room), timeText);
