@@ -15,48 +15,25 @@ import json
 import shlex
 import statistics
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from random import Random
 
 import numpy as np
+from composed_batch import Composer, Job, as_the_engine, nano_batches
 
 from tlora.runtime.benchmark.record import commit, versions
-from tlora.training.compose import Composition, Kind, Waiting, buckets_for, compose
+from tlora.training.compose import Composition, Waiting
 
 RANKS = (8, 16, 32, 64)
 BATCHES = (1, 2, 4, 8)
 ROUNDS = 600
 GROUP = 4
 
-Composer = Callable[[list[Waiting], int], Composition | None]
-
-
-@dataclass
-class Job:
-    name: str
-    lengths: list[int]
-    rank: int
-    batch: int
-    random: Random
-    left: list[int] = field(default_factory=list[int])
-    credit: float = 0.0
-    tokens: int = 0
-
-    def waiting(self) -> Waiting:
-        if not self.left:
-            self.left = self.random.choices(self.lengths, k=self.batch)
-        return Waiting(self.name, Kind.TRAIN, self.left, 1.0, self.credit, self.rank)
-
-
-def levelled(waiting: list[Waiting], budget: int) -> Composition | None:
-    return compose(waiting, budget=budget, buckets=buckets_for(budget))
-
 
 def blind(waiting: list[Waiting], budget: int) -> Composition | None:
     same = [Waiting(w.job, w.kind, w.lengths, w.weight, w.credit, 1) for w in waiting]
-    return compose(same, budget=budget, buckets=buckets_for(budget))
+    return as_the_engine(same, budget)
 
 
 def jobs_of(count: int, lengths: dict[str, list[int]], batches: tuple[int, ...]) -> list[Job]:
@@ -64,7 +41,6 @@ def jobs_of(count: int, lengths: dict[str, list[int]], batches: tuple[int, ...])
     draw = Random(count)
     return [
         Job(
-            name=f"job{at}",
             lengths=lengths[draw.choice(names)],
             rank=draw.choice(RANKS),
             batch=draw.choice(batches),
@@ -75,33 +51,23 @@ def jobs_of(count: int, lengths: dict[str, list[int]], batches: tuple[int, ...])
 
 
 def measure(jobs: list[Job], composer: Composer, budget: int) -> dict[str, float]:
-    by_name = {job.name: job for job in jobs}
     work: list[int] = []
     useful = rows = 0
-    for _ in range(ROUNDS):
-        composition = composer([job.waiting() for job in jobs], budget)
-        assert composition is not None
-        sums = 0
-        for pick in composition.picks:
-            job = by_name[pick.job]
-            tokens = sum(job.left[index] for index in pick.indices)
-            sums += tokens * job.rank
-            job.tokens += tokens
-            taken = set(pick.indices)
-            job.left = [length for at, length in enumerate(job.left) if at not in taken]
-        for name, credit in composition.credits.items():
-            by_name[name].credit = credit
-        work.append(sums)
+    had = [0] * len(jobs)
+    for composition, parts in islice(nano_batches(jobs, budget, composer), ROUNDS):
+        work.append(sum(part.tokens * jobs[part.job].rank for part in parts))
+        for part in parts:
+            had[part.job] += part.tokens
         useful += composition.tokens
         rows += composition.rows
     mean = statistics.mean(work)
     groups = [work[at : at + GROUP] for at in range(0, len(work), GROUP)]
-    due = sum(job.tokens for job in jobs) / len(jobs)
+    due = sum(had) / len(jobs)
     return {
         "spread": round(statistics.pstdev(work) / mean, 4),
         "slowest_of_4": round(statistics.mean(max(g) / statistics.mean(g) - 1 for g in groups), 4),
         "padding": round(1 - useful / rows, 4),
-        "share_error": round(max(abs(job.tokens / due - 1) for job in jobs), 4),
+        "share_error": round(max(abs(tokens / due - 1) for tokens in had), 4),
     }
 
 
@@ -129,7 +95,7 @@ def main() -> None:
         (16, (64,), 8192),
     ]:
         without = measure(jobs_of(count, lengths, batches), blind, budget)
-        with_it = measure(jobs_of(count, lengths, batches), levelled, budget)
+        with_it = measure(jobs_of(count, lengths, batches), as_the_engine, budget)
         case = f"{count}, {'-'.join(str(b) for b in sorted({batches[0], batches[-1]}))}, {budget}"
         cells = [f"{without[name]:.1%}  {with_it[name]:.1%}" for name in without]
         print(f"{case:34}" + f"{cells[0]:>16}" + "".join(f"{cell:>18}" for cell in cells[1:]))
