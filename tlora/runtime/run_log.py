@@ -289,6 +289,6 @@ def find_sessions(events: list[Record]) -> Sessions:
             # Between attaching and the first pass there is nothing to cut.
             last = None
         elif last is not None or event["kind"] != "joined":
-            # A worker's first job may have come before whoever leads heard that it is there.
+            # Of older runs: a worker's first job came before whoever led heard that it is there.
             last = now
     return Sessions(wall or [0.0], running or [0.0])
