@@ -400,7 +400,9 @@ def stages(case: Case, shape: str, shadow: bool) -> dict:
     return result
 
 
-def layer(case: Case, shape: str, shadow: bool, hows: list[str], plain: bool) -> dict:
+def layer(
+    case: Case, shape: str, shadow: bool, hows: list[str], plain: bool, timing: dict[str, int]
+) -> dict:
     groups = {n: Group(case, f, shadow=shadow) for n, f in SHAPES[shape].items()}
 
     def frozen():
@@ -425,7 +427,7 @@ def layer(case: Case, shape: str, shadow: bool, hows: list[str], plain: bool) ->
             steps[f"{name} {how} fwd"] = lambda g=g, how=how: g.forward(how)
             steps[f"{name} {how} bwd"] = lambda g=g, how=how: g.backward(how)
     graphs = {name: graph_of(step) for name, step in steps.items()}
-    replayed = times_us({name: graph.replay for name, graph in graphs.items()})
+    replayed = times_us({name: graph.replay for name, graph in graphs.items()}, **timing)
     result = {"graph_us": {k: round(v, 1) for k, v in replayed.items()}}
     base = replayed["frozen"]
     for how in hows:
@@ -500,6 +502,14 @@ def main() -> None:
     parser.add_argument("--shadow", action="store_true", help="bf16 copies of the pools")
     parser.add_argument("--warm", action="store_true", help="compile first, side by side")
     parser.add_argument("--plain", action="store_true", help="time without graphs too")
+    parser.add_argument(
+        "--inner",
+        type=int,
+        default=2,
+        help="replays of a sample, behind as many that are not timed: 32 are the layers of an 8B"
+        " step, long enough for the clock to settle",
+    )
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--stages", action="store_true")
     parser.add_argument("--layer", action="store_true")
@@ -545,7 +555,8 @@ def main() -> None:
             result = stages(case, args.shape, args.shadow)
             lines.append({"what": "stages", "case": vars(case), "shadow": args.shadow, **result})
         if args.layer:
-            result = layer(case, args.shape, args.shadow, args.how, args.plain)
+            timing = {"rounds": args.rounds, "inner": args.inner}
+            result = layer(case, args.shape, args.shadow, args.how, args.plain, timing)
             lines.append({"what": "layer", "case": vars(case), "shadow": args.shadow, **result})
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False

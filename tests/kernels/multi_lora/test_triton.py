@@ -220,10 +220,11 @@ def test_which_program_takes_an_item_changes_no_bit():
 
 
 @runs_kernels
-def test_a_gradient_known_to_be_zero_is_written_and_not_read():
+@pytest.mark.parametrize("early", [0, 64])
+def test_a_gradient_known_to_be_zero_is_written_and_not_read(early):
     """NaN lies where the zeros would: the same bits, with partial sums and without. A neighbour's
     gradient is added to as ever, and without the mark the NaN would stay."""
-    tuning = triton_forward.Tuning(tokens=16, features=32, programs=1)
+    tuning = triton_forward.Tuning(tokens=16, features=32, programs=1, early=early)
     segments = [segment(0, 14, 3, (16, 16, 16), 0), segment(20, 50, 60, (5, 7, 9), 30)]
     usual = gradients(Problem(segments, torch.float32), tuning)
     one, other = segments
@@ -236,6 +237,22 @@ def test_a_gradient_known_to_be_zero_is_written_and_not_read():
         assert all(torch.equal(u, v) for u, v in zip(found, usual, strict=True))
         unmarked = gradients(Problem(segments, torch.float32), tuning, before=nan)
         assert all(grad.isnan().any() for grad in unmarked)
+
+
+@runs_kernels
+def test_when_a_gradient_is_read_changes_no_bit():
+    """Before the tokens or after them; of jobs whose sums are in one part and in several."""
+    segments = [segment(0, 14, 3, (16, 16, 16), 0), segment(20, 50, 60, (5, 7, 9), 30)]
+    problem = Problem(segments, torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    pools = (problem.a, *problem.b)
+    before = [torch.randn(*each.shape, generator=generator).to(DEVICE) for each in pools]
+    late, early, zero = (
+        gradients(problem, triton_forward.Tuning(tokens=16, features=32, early=up_to), before=start)
+        for up_to, start in ((0, before), (64, before), (64, None))
+    )
+    assert all(torch.equal(u, v) for u, v in zip(late, early, strict=True))
+    assert not any(torch.equal(u, v) for u, v in zip(late, zero, strict=True))
 
 
 def rows_of(each):

@@ -33,6 +33,9 @@ class Tuning:
     """`reduce`: rank tiles below this are computed as [features, rank rows], which fills the tensor
     cores' 64 rows with features."""
 
+    early: int = 0
+    """`reduce`: of rank tiles up to this the gradient is read before the tokens, not after them."""
+
     @property
     def limits(self) -> dict[str, int]:
         return {"maxnreg": self.registers} if self.registers else {}
@@ -80,12 +83,18 @@ MEASURED = Device(shared_bytes=232_448, capability=90)
 TUNINGS: dict[str, Tuning] = {
     "shrink": Tuning(tokens=128, features=64, warps=8, stages=3, programs=2, parts=264),
     "shrink deep": Tuning(
-        tokens=64, features=64, warps=4, stages=4, registers=168, programs=2, parts=264
+        tokens=64, features=64, warps=4, stages=4, registers=168, programs=3, parts=264
+    ),
+    "shrink wide": Tuning(
+        tokens=64, features=64, warps=4, stages=3, registers=168, programs=3, parts=264
     ),
     # Tiles of four bytes a value would not fit the shared memory otherwise.
     "shrink float32": Tuning(tokens=128, features=32, warps=8, stages=2, programs=2, parts=264),
     "expand_y": Tuning(tokens=64, features=128, warps=4, stages=3, registers=128, programs=4),
     "expand_dx": Tuning(tokens=64, features=128, warps=4, stages=2, registers=128, programs=4),
+    "expand_dx stacked": Tuning(
+        tokens=64, features=128, warps=4, stages=1, registers=128, programs=4
+    ),
     # At 128 registers the masks spill 4.7 KB (sm_90, rank 64).
     "expand_dx dropout": Tuning(tokens=64, features=128, warps=4, stages=2, programs=8),
     # Without tensor cores a product is written out: larger tiles take half a minute to compile.
@@ -98,11 +107,13 @@ TUNINGS: dict[str, Tuning] = {
         tokens=64, features=64, warps=4, stages=3, registers=128, programs=4
     ),
     "reduce_b small": Tuning(tokens=64, features=256, warps=4, stages=3, programs=2, turned=64),
-    "reduce_b large": Tuning(tokens=64, features=256, warps=8, stages=3, programs=1, turned=64),
+    "reduce_b large": Tuning(
+        tokens=64, features=256, warps=8, stages=4, programs=1, turned=64, early=64
+    ),
     "reduce_b float32": Tuning(
         tokens=64, features=128, warps=8, stages=2, registers=255, programs=1
     ),
-    "sum": Tuning(tokens=16, features=0, programs=8),
+    "sum": Tuning(tokens=8, features=0, programs=16),
 }
 
 
@@ -127,7 +138,7 @@ def _smaller(kernel: str, best: Tuning) -> Iterator[Tuning]:
     # Blocks of `shrink` have the tokens that the work list says.
     tokens = [best.tokens] if kernel == "shrink" else _halves(best.tokens, 16)
     for t, f in product(tokens, _halves(best.features, LEAST_FEATURES)):
-        for stages in range(best.stages, 1, -1):
+        for stages in range(best.stages, min(best.stages, 2) - 1, -1):
             # The line itself where it fits, not a copy.
             smaller = replace(best, tokens=t, features=f, stages=stages)
             yield best if smaller == best else smaller
@@ -145,7 +156,10 @@ def case_of(kernel: str, shape: Shape) -> str:
         case "shrink":
             # The deep tile of a wide adapter fits the shared memory in half precision only.
             deep = not shape.dropout and (shape.pool_itemsize == 2 or shape.width <= 64)
-            return "shrink float32" if wide else "shrink deep" if deep else "shrink"
+            if wide or not deep:
+                return "shrink float32" if wide else "shrink"
+            # Of more columns than a block has, three programs fit with three stages.
+            return "shrink wide" if shape.width > SHRINK_RANK else "shrink deep"
         case "reduce_a":
             return "reduce_a dropout" if shape.dropout else f"reduce_a {size}"
         case "reduce_b":
@@ -154,6 +168,8 @@ def case_of(kernel: str, shape: Shape) -> str:
             return "expand float32"
         case "expand_dx" if shape.dropout:
             return "expand_dx dropout"
+        case "expand_dx" if shape.width > -(-shape.max_rank // 8) * 8:
+            return "expand_dx stacked"
         case _:
             return kernel
 
@@ -227,6 +243,10 @@ def _expand_bytes(kernel: str, shape: Shape, tuning: Tuning, depth: int, capabil
         pieces = max(1, shape.width // (-(-shape.max_rank // 8) * 8)) if stacked else 1
         w *= pieces
         most = w + pieces * depth * s
+        if tuning.stages == 1 and capability >= 80:
+            # Nothing is loaded ahead: S of a piece takes the place of the one before it, and Y that
+            # of S.
+            return w + max(s, tuning.warps * 2048)
     if _lies_twice(shape, capability):
         most = max(most, 2 * (w + s))
     return most + tuning.warps * 2048  # Y on its way to be stored.

@@ -94,14 +94,14 @@ def _reduce_loop(
 
 @triton.jit
 def _add_gradient(
-    p_g, p_sums, p_done, p_row, b_g, o_g, m_g, o_r, o_n, rank, MAX_N: tl.constexpr,
+    p_g, p_sums, p_done, p_row, b_g, b_old, o_g, m_g, m_old, o_r, o_n, rank, size,
+    MAX_N: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The pool's gradient += b_g, or the sum of the job's partial sums if there are several."""
-    size = tl.load(p_row + SIZE)
-    # A gradient that is known to be zero is not read.
-    m_old = m_g & (tl.load(p_row + ZERO) == 0)
     if size == 1:
-        tl.store(p_g + o_g, tl.load(p_g + o_g, mask=m_old, other=0.0) + b_g, mask=m_g)
+        if not EARLY:
+            b_old = tl.load(p_g + o_g, mask=m_old, other=0.0)
+        tl.store(p_g + o_g, b_old + b_g, mask=m_g)
     else:
         first, index = tl.load(p_row + FIRST).to(tl.int64), tl.load(p_row + INDEX)
         o_sum = o_r[:, None] * MAX_N + o_n[None, :]
@@ -124,6 +124,7 @@ def _reduce_piece(
     p_g, p_sums, p_done, p_p, p_q, p_w, p_part, p_rows, p_row, rank, n, i_n, linear,
     MAX_N: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
     DROPOUT: tl.constexpr, FUSED: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     start, count = tl.load(p_row + START).to(tl.int64), tl.load(p_row + COUNT)
     w_row = tl.load(p_row + W_ROW).to(tl.int64)
@@ -144,6 +145,13 @@ def _reduce_piece(
     p_part += col
     key = threshold
     b_w = o_r
+    size = tl.load(p_row + SIZE)
+    # A gradient that is known to be zero is not read.
+    m_old = m_g & (tl.load(p_row + ZERO) == 0)
+    b_old = tl.zeros([BR, BN], dtype=tl.float32)
+    if EARLY:
+        # On its way while the tokens are walked.
+        b_old = tl.load(p_g + o_g, mask=m_old & (size == 1), other=0.0)
     if FUSED:
         b_w = tl.load(p_w + o_g, mask=m_g, other=0.0).to(p_q.dtype.element_ty)  # [BR, BN]
     if DROPOUT:
@@ -159,8 +167,10 @@ def _reduce_piece(
             b_g *= keep
     else:
         b_g = _reduce_loop(p_p, p_q, p_rows, p_part, b_w, o_r, m_r, o_n, m_n, start, count, n,
-                           threshold, key, W, BT, BN, BR, False, FUSED, EVEN, TURNED)  # fmt: skip
-    _add_gradient(p_g, p_sums, p_done, p_row, b_g, o_g, m_g, o_r, o_n, rank, MAX_N)
+                           threshold, key, W, BT, BN, BR,
+                           False, FUSED, EVEN, TURNED)  # fmt: skip
+    _add_gradient(p_g, p_sums, p_done, p_row, b_g, b_old, o_g, m_g, m_old, o_r, o_n, rank, size,
+                  MAX_N, EARLY)  # fmt: skip
 
 
 @triton.jit
@@ -171,6 +181,7 @@ def _reduce_item(
     W: tl.constexpr, NUM: tl.constexpr, TILES: tl.constexpr, ENDS: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, CLASSES: tl.constexpr, DROPOUT: tl.constexpr,
     FUSED: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, TURNED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     i_row, i_n = place_of(p_table, i_item, ENDS, BN, N0, N1, N2)
     p_row = p_table + (first_row + i_row) * COLUMNS
@@ -188,7 +199,8 @@ def _reduce_item(
         if (rank > (8 << i if i > 0 else 0)) & (rank <= 16 << i):
             _reduce_piece(p_g, p_sums, p_done, p_p, p_q, p_w, p_part, p_rows, p_row, rank, n,
                           i_n, linear, MAX_N, W, BT, BN, 16 << i,
-                          DROPOUT, FUSED, EVEN, (16 << i) < TURNED)  # fmt: skip
+                          DROPOUT, FUSED, EVEN, (16 << i) < TURNED,
+                          (16 << i) <= EARLY)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_row", "linear_0", "linear_1", "linear_2", "part_stride"])
@@ -199,7 +211,7 @@ def reduce_kernel(
     W: tl.constexpr, NUM: tl.constexpr, TILES: tl.constexpr, ENDS: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, CLASSES: tl.constexpr, DROPOUT: tl.constexpr,
     FUSED: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, TURNED: tl.constexpr,
-    LOOP: tl.constexpr,
+    EARLY: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
     """grad[rank rows, features] += P^T drop(Q) over a chunk of a job: S and dY, or dS and X."""
     total = num_items(p_table, LIST, ENDS, BN, N0, N1, N2)
@@ -210,13 +222,13 @@ def reduce_kernel(
                          p_w0, p_w1, p_w2, p_part, p_rows, p_table, first_row, i,
                          linear_0, linear_1, linear_2, part_stride,
                          N0, N1, N2, MAX_N, W, NUM, TILES, ENDS, BT, BN,
-                         CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED)  # fmt: skip
+                         CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED, EARLY)  # fmt: skip
     elif i_item < total:
         _reduce_item(p_g0, p_g1, p_g2, p_sums, p_done, p_p, p_q0, p_q1, p_q2,
                      p_w0, p_w1, p_w2, p_part, p_rows, p_table, first_row, i_item,
                      linear_0, linear_1, linear_2, part_stride,
                      N0, N1, N2, MAX_N, W, NUM, TILES, ENDS, BT, BN,
-                     CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED)  # fmt: skip
+                     CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED, EARLY)  # fmt: skip
 
 
 @triton.jit
@@ -299,7 +311,7 @@ def reduce(
         lists.ENDS.get(name, 0), tuning.tokens, tuning.features,
         rank_classes(layout.most_rank(name)),
         dropout, fused, all(size % tuning.features == 0 for size in features),
-        alignment(features), tuning.turned, tuning.programs > 0,
+        alignment(features), tuning.turned, tuning.early, tuning.programs > 0,
         num_warps=tuning.warps, num_stages=tuning.stages, **tuning.limits,
     )  # fmt: skip
 
