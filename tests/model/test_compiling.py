@@ -317,3 +317,24 @@ def test_attention_that_cannot_be_compiled_is_run_as_it_is(
         assert engine.run_nano_batch().steps
     assert engine.step("a") == 3
     assert graphs_compiled() == before
+
+
+def test_checks_in_float32_keep_no_layer_of_a_half_precision_model_from_compiling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU, attention is compiled in half precision and not in float32, in which the probe
+    checks such a model as well. Training is in half precision: that is what counts."""
+    seen = []
+
+    def half_only(query: torch.Tensor, *_: object) -> bool:
+        seen.append(query.dtype)
+        return query.dtype == torch.bfloat16
+
+    monkeypatch.setattr(routing.grouped, "serves", half_only)
+    found = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        torch._dynamo.reset()
+        model = SuperModel(tiny_llama().to(dtype), compiled=True)
+        found[dtype] = model.routing.compiled
+    assert found == {torch.bfloat16: True, torch.float32: False}
+    assert {torch.bfloat16, torch.float32} == set(seen)

@@ -77,7 +77,8 @@ class Routing:
         """Layers run through torch.compile."""
 
         self.counts_in_attention = False
-        """Some attention has been of a kind that is not compiled; the probe sees every layer's."""
+        """Some attention has been of a kind that is not compiled. The last look of the probe sees
+        every layer's."""
 
     def route(self, pool: GroupPool) -> Route:
         """The segments of the nano-batch as this pool's linears need them."""
