@@ -27,11 +27,13 @@ def test_a_trace_of_ones_own_runs_as_it_stands(tlora_command, tmp_path, capsys) 
     header = OWN.replace("\n", ",base\n")
     trace.write_text(header + "a,0,50,1,8,1,512,x\nb,50,50,1,8,1,512,y\nc,60,-1,1,8,1,512,y\n")
     figures = tmp_path / "s.json"
-    args = ("simulate", str(trace), "--policy", "solo", "--load", "0", "--gpus", "2")
+    policies = ("--policy", "solo", "--policy", "srtf")
+    args = ("simulate", str(trace), *policies, "--load", "0", "--gpus", "2")
     assert tlora_command(*args, "--bad-rows", "skip", "--json", str(figures)) == 0
     assert "1 bad row was skipped" in capsys.readouterr().out
     found = json.loads(figures.read_text())
     assert found["jobs"] == 2 and found["skipped_rows"] == 1
+    assert set(found["policies"]) == {"solo", "srtf"}, "both that were named, not the last"
     figures = found["policies"]["solo"]
     assert figures["queue_s"]["mean"] == 0 and figures["jobs_done"] == 2
     assert figures["makespan_s"] == pytest.approx(50 + figures["jct_s"]["mean"])
@@ -44,6 +46,8 @@ def test_a_trace_of_ones_own_runs_as_it_stands(tlora_command, tmp_path, capsys) 
         (["bad.csv"], "bad.csv:2: steps: must be a number, got 'many'"),
         (["--policy", "best"], "--policy: 'best' is none of tlora"),
         (["--policy", ""], "--policy: '' is none of"),
+        (["--policy", "solo", "--policy", "best"], "--policy: 'best' is none of tlora"),
+        (["--policy", "solo", "--policy", "tlora,solo"], "--policy: names one twice"),
         (["--gpus", "0"], "--gpus: must be at least 1, got 0"),
         (["--load", "-1"], "--load: must be a number of at least 0, got -1.0"),
         (["--load", "inf"], "--load: must be a number of at least 0, got inf"),

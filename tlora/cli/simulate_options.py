@@ -25,10 +25,10 @@ TraceFile = Annotated[
     ),
 ]
 Policies = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         metavar="A,B",
-        help="Policies to compare.",
+        help="Policies to compare; may be given several times.",
         show_default="all of tlora, solo, fifo-memory, tlora-no-scheduler, tlora-no-kernel, srtf",
     ),
 ]
@@ -96,10 +96,11 @@ HtmlFile = Annotated[
 ]
 
 
-def policies_of(given: str | None) -> tuple[str, ...]:
+def policies_of(given: list[str] | None) -> tuple[str, ...]:
     from tlora.simulation.compare import COMPARED
 
-    return COMPARED if given is None else tuple(each.strip() for each in given.split(","))
+    # Without the option typer gives an empty list.
+    return tuple(name.strip() for each in given or () for name in each.split(",")) or COMPARED
 
 
 def trace_of(
