@@ -5,7 +5,7 @@
 
 The products of an 8B layer over 8,192 tokens in bf16, forward (Y = X W^T) and backward (dX = dY W):
 by cuBLAS, by kernels of our own, and by those with the update inside (`product_kernels.py`), where
-no other kernel writes Y or dX.
+no other kernel writes Y or dX. S and the adapters lie behind the columns of X and W, or apart.
 
 Predicted: `expand` of Y and of dX takes 383 us of an 8B layer (8 jobs of rank 8-64; 32 jobs: 442)
 and a frozen product that adds to what it wrote some 100 us more; steps of 64 rank columns are
@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import torch
 import triton
-from product_kernels import SETTINGS, SLOTS, STEP, Setting, Sizes, step_of
+from product_kernels import SETTINGS, SLOTS, STEP, Apart, Setting, Sizes, step_of
 
 LIMIT = 1e-2
 """Of a relative error; bf16 rounds to 2e-3."""
@@ -42,6 +42,8 @@ PAGES = 32
 TODAY_US = {"8 jobs": 383, "32 jobs": 442}
 """`expand_y` and `expand_dx` of an 8B layer, ranks 8-64 (the kernels' README)."""
 CASES = (*TODAY_US, "2 in each tile")
+APART = ", apart"
+"""S and the pages in buffers of their own."""
 BEST = 2
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter's numbers have no bfloat16.
@@ -156,8 +158,10 @@ class Inputs:
     def ours(self, setting: Setting) -> Callable:
         return step_of(setting, self.product.sizes, self.x, self.w, self.y)
 
-    def fused(self, setting: Setting, spans: list[Span]) -> Callable:
+    def fused(self, setting: Setting, spans: list[Span], *, apart: bool = False) -> Callable:
         p = self.product
+        # Pages behind the columns of W begin with its last step.
+        first = 0 if apart else p.depth // STEP
         slots = (SLOTS, len(p.outs)) if p.backward else (len(p.outs), SLOTS)
         more = torch.zeros(p.tokens, *slots, STEP, device=DEVICE, dtype=DTYPE)
         rows = []
@@ -168,12 +172,20 @@ class Inputs:
                 here = slice(max(span.start, block), min(span.stop, end))
                 target = more[here, slot] if p.backward else more[here, :, slot]
                 target[..., : span.rank] = self.s[here, :, : span.rank]
-            starts = [p.depth // STEP + span.page * p.run for span in jobs]
+            starts = [first + span.page * p.run for span in jobs]
             rows.append([len(jobs), *starts, *starts[:1] * (SLOTS - len(jobs))])
-        x = torch.cat([self.x, more.flatten(1)], 1)
         table = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
         most = max(row[0] for row in rows)
+        if apart:
+            buffers = Apart(as_rows_of(self.x, more.flatten(1)), self.pages_apart())
+            return step_of(setting, p.sizes, self.x, self.w, self.y, table, most, buffers)
+        x = torch.cat([self.x, more.flatten(1)], 1)
         return step_of(setting, p.sizes, x, self.wide_w, self.y, table, most)
+
+    def pages_apart(self) -> torch.Tensor:
+        """A as a pool has it; B turned, in rows as long as those of W."""
+        pages = self.pages.flatten(0, 2)
+        return pages if self.product.backward else as_rows_of(self.w, pages.T[:, : self.w.shape[1]])
 
     def expected(self) -> torch.Tensor:
         w = self.w.float()
@@ -198,6 +210,13 @@ class Inputs:
         return {"error": error, "twin": twin, "ok": error < LIMIT < twin}
 
 
+def as_rows_of(like: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """`values` in the first columns of rows as long as another's."""
+    target = torch.zeros(len(values), like.shape[1], device=DEVICE, dtype=DTYPE)
+    target[:, : values.shape[1]] = values
+    return target
+
+
 def relative(value: torch.Tensor, expected: torch.Tensor) -> float:
     return float((value.float() - expected).norm() / expected.norm())
 
@@ -213,14 +232,17 @@ def trial(name: str) -> dict:
         frozen = inputs.expected()
         spans = cut(product.tokens, 2 * setting.rows, setting.rows * 3 // 2)
         plain, fused = inputs.ours(setting), inputs.fused(setting, spans)
-        found = inputs.errors(fused, frozen, inputs.update(spans))
+        apart, update = inputs.fused(setting, spans, apart=True), inputs.update(spans)
+        found = inputs.errors(fused, frozen, update)
+        found["apart"] = inputs.errors(apart, frozen, update)
         inputs.y.fill_(float("nan"))
         plain()
         found["plain"] = relative(inputs.y, frozen)
         result["backward" if backward else "forward"] = found
-        result["ok"] &= found["ok"] and found["plain"] < LIMIT
+        result["ok"] &= found["ok"] and found["apart"]["ok"] and found["plain"] < LIMIT
         if DEVICE == "cuda":
-            compiled = [(k.n_regs, k.n_spills, k.metadata.shared) for k in (plain(), fused())]
+            kernels = (plain(), fused(), apart())
+            compiled = [(k.n_regs, k.n_spills, k.metadata.shared) for k in kernels]
             found["registers, spills, shared"] = compiled
             result["ok"] &= not any(spills for _, spills, _ in compiled)
     return result
@@ -298,8 +320,8 @@ def layer_us(times: Times, products: list[Product]) -> dict[str, float]:
     settings = set(map(str, SETTINGS))
     sums = {"cublas": total({"cublas"}), "cublas adding": total({"cublas adding"})}
     sums["ours"] = total(settings)
-    for case in CASES:
-        sums[f"ours, {case}"] = total({f"{setting}, {case}" for setting in settings})
+    for case, where in itertools.product(CASES, ("", APART)):
+        sums[f"ours, {case}{where}"] = total({f"{setting}, {case}{where}" for setting in settings})
     if len(products) == len(PRODUCTS):
         sums |= {f"today, {case}": sums["cublas adding"] + us for case, us in TODAY_US.items()}
     return sums
@@ -321,15 +343,16 @@ def measure(products: list[Product], settings: list[Setting], seconds: float) ->
         steps[name, "cublas adding"] = its.cublas(adding=True)
         for setting in sorted(settings, key=lambda s: frozen_us[name, str(s)])[:BEST]:
             steps[name, str(setting)] = frozen[name, str(setting)]
-            for case in CASES:
+            for case, apart in itertools.product(CASES, (False, True)):
                 spans = spans_of(case, its.product.tokens, setting.rows)
-                step = its.fused(setting, spans)
+                step = its.fused(setting, spans, apart=apart)
                 found = its.errors(step, expected, its.update(spans))
-                errors[f"{name}, {setting}, {case}"] = found
+                way = f"{setting}, {case}{APART if apart else ''}"
+                errors[f"{name}, {way}"] = found
                 if found["ok"]:
-                    steps[name, f"{setting}, {case}"] = step
+                    steps[name, way] = step
                 else:
-                    print("WRONG", name, setting, case, found)
+                    print("WRONG", name, way, found)
     print(f"checked {len(errors)}: worst {max(e['error'] for e in errors.values()):.2e}")
     fused_us = times_us(steps, seconds / 2)
     show(fused_us, products)

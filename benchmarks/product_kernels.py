@@ -7,6 +7,10 @@ columns behind: B^T of a job forward, A of its `run` linears backward. A tile of
 of `depth`, then those of its tokens' jobs: the table has a row for each block of as many tokens as
 a tile has, with the number of jobs and the step at which each one's pages begin. Where stacked
 linears end (`edge_1`, `edge_2`, in tiles) says which slots of X are a tile's own.
+
+S and the pages may also lie in buffers of their own (`apart`), wherever those are, with rows as
+long as those of X and W: a tensor descriptor has a stride between X and S as it has one between
+rows. So neither X nor W needs room behind its columns, and A of a pool is such pages as it is.
 """
 
 from collections.abc import Callable
@@ -23,7 +27,7 @@ SLOTS = 2
 """Jobs that a block of tokens may have."""
 WAVE_TOKENS = 2048
 """Of the tiles that are computed side by side: with as many columns of W^T they make a wave."""
-SIZES = ["num_m", "num_n", "num_k", "group", "edge_1", "edge_2", "run"]
+SIZES = ["num_m", "num_n", "num_k", "group", "edge_1", "edge_2", "run", "turn_x", "turn_w"]
 
 
 class Setting(NamedTuple):
@@ -53,9 +57,11 @@ refuse it with four warps and ignore it with eight."""
 
 @triton.jit(do_not_specialize=[*SIZES, "most"])
 def product_kernel(
-    x_desc, w_desc, y_desc, p_table, num_m, num_n, num_k, group, edge_1, edge_2, run, most,
+    x_desc, w_desc, y_desc, p_table, num_m, num_n, num_k, group, edge_1, edge_2, run,
+    turn_x, turn_w, most,
     BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr, SLOTS: tl.constexpr,
     SPLIT: tl.constexpr, FLAT: tl.constexpr, BACKWARD: tl.constexpr, FUSED: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
     for i_tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLAT):
         i_inside = i_tile % (group * num_n)
@@ -75,13 +81,22 @@ def product_kernel(
             if FUSED:
                 i_more = i_k - num_k
                 i_page = i_more + tl.where(i_more < run, page_1, page_2)
-                i_x = i_k + tl.where(i_more < 0, 0, shift)
+                i_x = tl.where(i_more < 0, i_k, (i_more if APART else i_k) + shift)
                 i_w = tl.where(i_more < 0, i_k, i_page)
-            b_x = x_desc.load([i_m * BM, i_x * STEP])  # [BM, STEP]
-            if BACKWARD:
-                b_w = w_desc.load([i_w * STEP, i_n * BN])  # [STEP, BN]
+            if APART:
+                is_more = (i_k >= num_k).to(tl.int32)
+                b_x = x_desc.load([is_more ^ turn_x, i_m * BM, i_x * STEP]).reshape(BM, STEP)
+                i_half = is_more ^ turn_w
+                if BACKWARD:
+                    b_w = w_desc.load([i_half, i_w * STEP, i_n * BN]).reshape(STEP, BN)
+                else:
+                    b_w = w_desc.load([i_half, i_n * BN, i_w * STEP]).reshape(BN, STEP).T
             else:
-                b_w = w_desc.load([i_n * BN, i_w * STEP]).T
+                b_x = x_desc.load([i_m * BM, i_x * STEP])  # [BM, STEP]
+                if BACKWARD:
+                    b_w = w_desc.load([i_w * STEP, i_n * BN])  # [STEP, BN]
+                else:
+                    b_w = w_desc.load([i_n * BN, i_w * STEP]).T
             b_y = tl.dot(b_x, b_w, b_y)
         if SPLIT == 1:
             y_desc.store([i_m * BM, i_n * BN], b_y.to(y_desc.dtype))
@@ -100,6 +115,23 @@ class Sizes(NamedTuple):
     """Pages of a job."""
 
 
+class Apart(NamedTuple):
+    """What is not behind the columns of X and W, in rows as long as theirs."""
+
+    s: torch.Tensor
+    pages: torch.Tensor
+
+
+def both(one: torch.Tensor, other: torch.Tensor, block: list[int]) -> tuple[TensorDescriptor, int]:
+    """A descriptor of the two as one tensor of two halves, and which half is `one`."""
+    assert one.stride() == other.stride(), "rows must be of one length"
+    first, second = sorted((one, other), key=torch.Tensor.data_ptr)
+    apart = (second.data_ptr() - first.data_ptr()) // one.itemsize
+    rows = max(len(one), len(other))
+    shape, strides = [2, rows, one.stride(0)], [apart, *one.stride()]
+    return TensorDescriptor(first, shape, strides, [1, *block]), int(first is other)
+
+
 def step_of(
     setting: Setting,
     sizes: Sizes,
@@ -108,23 +140,35 @@ def step_of(
     y: torch.Tensor,
     table: torch.Tensor | None = None,
     most: int = 0,
+    apart: Apart | None = None,
 ) -> Callable:
     """A launch, as a call without arguments; `most` jobs are in a row of the table."""
     kind, rows, columns, stages, parts, programs = setting
-    w_block = [STEP, columns] if sizes.backward else [columns, STEP]
-    blocks = [[rows, STEP], w_block, [rows, columns // parts]]
-    descs = [TensorDescriptor.from_tensor(*pair) for pair in zip((x, w, y), blocks, strict=True)]
+    x_block, w_block = [rows, STEP], [STEP, columns] if sizes.backward else [columns, STEP]
+    turns = [0, 0]
+    if apart is None:
+        descs = [TensorDescriptor.from_tensor(x, x_block), TensorDescriptor.from_tensor(w, w_block)]
+    else:
+        pairs = [both(x, apart.s, x_block), both(w, apart.pages, w_block)]
+        descs, turns = [desc for desc, _ in pairs], [turn for _, turn in pairs]
+    descs.append(TensorDescriptor.from_tensor(y, [rows, columns // parts]))
     num_m, num_n = len(y) // rows, y.shape[1] // columns
     group = min(WAVE_TOKENS // rows, num_m)
     edges = [end // columns for end in sizes.ends]
-    numbers = [num_m, num_n, sizes.depth // STEP, group, *edges, sizes.run]
+    numbers = [num_m, num_n, sizes.depth // STEP, group, *edges, sizes.run, *turns]
     constants = {"BN": columns, "STEP": STEP, "SLOTS": SLOTS, "SPLIT": parts,
-                 "BACKWARD": sizes.backward, "FUSED": table is not None}  # fmt: skip
+                 "BACKWARD": sizes.backward, "FUSED": table is not None,
+                 "APART": apart is not None}  # fmt: skip
     processors = torch.cuda.get_device_properties(0).multi_processor_count if y.is_cuda else 2
     grid = (min(processors * programs, num_m * num_n),)
     if table is None:
         table = torch.zeros(1, dtype=torch.int32, device=y.device)
-    return lambda: product_kernel[grid](
-        *descs, table, *numbers, most, BM=rows, FLAT=kind == "flat", num_stages=stages,
-        num_warps=8 if rows * columns > 128 * 128 else 4, **constants,
-    )  # fmt: skip
+
+    def launch(_held: object = (x, w, apart)) -> object:
+        """A descriptor holds on to one tensor only."""
+        return product_kernel[grid](
+            *descs, table, *numbers, most, BM=rows, FLAT=kind == "flat", num_stages=stages,
+            num_warps=8 if rows * columns > 128 * 128 else 4, **constants,
+        )  # fmt: skip
+
+    return launch
