@@ -19,13 +19,11 @@ from pathlib import Path
 
 import torch
 
-from tlora.model.super_model import SuperModel
 from tlora.runtime.benchmark import record, shapes
-from tlora.runtime.benchmark.arms import Counter, draw_adapters, train_together
+from tlora.runtime.benchmark.arms import Counter, train_together
 from tlora.runtime.benchmark.bench import chosen_device, with_defaults, workload_for
-from tlora.runtime.benchmark.lineup import Lineup
+from tlora.runtime.benchmark.lineup import new_lineup
 from tlora.runtime.benchmark.settings import Settings
-from tlora.runtime.benchmark.steadiness import Graphs
 from tlora.runtime.environment import quieten_libraries
 from tlora.training import compose
 from tlora.training.outcome import Outcome
@@ -60,25 +58,14 @@ def measure(settings: Settings, parts: list[int], repeats: int) -> dict[str, obj
     assert settings.shape and settings.budget
     shape = shapes.look_at(settings.shape, settings.dtype, device)
     work = workload_for(settings, shape)
-    rows = sum(job.lora.r for job in work.jobs) + max(job.lora.r for job in work.jobs)
-    model = shapes.load(shape, device)
-    ours = SuperModel(model, reserve_rows=rows, compiled=not settings.skip_compile)
-    lineup = Lineup(
-        settings=settings,
-        model=model,
-        ours=ours,
-        work=work,
-        adapters=draw_adapters(ours, work.jobs),
-        graphs=Graphs(ours),
-        until=float("inf"),
-    )
+    lineup = new_lineup(settings, shapes.load(shape, device), work, until=float("inf"))
     members: dict[int, float] = {}
     for each in parts:
         with turns_of(each):
             lineup.warm_fused()
             counter = Members()
             train_together(
-                ours, work, work.jobs, settings.budget, counter, adapters=lineup.adapters
+                lineup.ours, work, work.jobs, settings.budget, counter, adapters=lineup.adapters
             )
             members[each] = statistics.mean(counter.members)
     seconds: dict[int, list[float]] = {each: [] for each in parts}

@@ -15,10 +15,9 @@ import torch
 from tlora.core.errors import ModelError, SpecError
 from tlora.model.loading import resolve_device
 from tlora.model.memory import is_out_of_memory
-from tlora.model.super_model import SuperModel
 from tlora.model.targets import choose_targets
 from tlora.runtime.benchmark import linears, machine, peft_arm, shapes
-from tlora.runtime.benchmark.arms import PAUSES, Pauses, draw_adapters, pauses, train_together
+from tlora.runtime.benchmark.arms import PAUSES, Pauses, pauses, train_together
 from tlora.runtime.benchmark.linears import LinearTime
 from tlora.runtime.benchmark.lineup import (
     COMPILED,
@@ -30,6 +29,7 @@ from tlora.runtime.benchmark.lineup import (
     PEFT_SPREAD,
     PLAIN,
     Lineup,
+    new_lineup,
 )
 from tlora.runtime.benchmark.phases import clocked_phases, marked_phases
 from tlora.runtime.benchmark.rounds import Rounds, run_rounds
@@ -176,28 +176,15 @@ def _run(settings: Settings, say: Say, started: float) -> Result:
     assert settings.shape and settings.budget
     shape = shapes.look_at(settings.shape, settings.dtype, device)
     work = workload_for(settings, shape)
-    total_rank = sum(job.lora.r for job in work.jobs)
-    shapes.check_room(shape, device, budget_tokens=settings.budget, total_rank=total_rank)
+    shapes.check_room(shape, device, budget_tokens=settings.budget, total_rank=work.total_rank)
     say(f"{shape.name}: {shape.parameters:,} parameters, loading")
     model = shapes.load(shape, device)
     gemm, copies = machine.gemm_flops_per_s(device, shape.dtype), machine.copy_bytes_per_s(device)
 
     say("warming up: fused")
     with machine.peak_memory(device) as peak:
-        # Rows for all jobs and one more, so that no pool grows under the clock.
-        reserve = total_rank + max(job.lora.r for job in work.jobs)
-        ours = SuperModel(
-            shapes.twin(model), reserve_rows=reserve, compiled=not settings.skip_compile
-        )
-        lineup = Lineup(
-            settings=settings,
-            model=model,
-            ours=ours,
-            work=work,
-            adapters=draw_adapters(ours, work.jobs),
-            graphs=Graphs(ours),
-            until=started + SHARE_OF_ROUNDS * seconds,
-        )
+        until = started + SHARE_OF_ROUNDS * seconds
+        lineup = new_lineup(settings, model, work, until=until)
         lineup.warm_fused()
     kinds, notes = chosen_kinds(settings)
     arms = lineup.arms(kinds)
@@ -210,58 +197,15 @@ def _run(settings: Settings, say: Say, started: float) -> Result:
         until=lineup.until,
     )
     lineup.close()
-    complete = True
-
-    def in_time(what: str, measure: Callable[[], T]) -> T | None:
-        nonlocal complete
-        reason = "time was over"
-        if time.monotonic() < started + seconds:
-            say(what)
-            try:
-                return measure()
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                reason = "out of memory"
-        notes.append(f"{what}: left out, {reason}")
-        complete = False
-        return None
-
-    def watched_pauses() -> Pauses:
-        with lineup.graphs.watched(len(work.jobs) + 2 * (PAUSES + 1)):
-            return pauses(ours, work, lineup.budget, adapters=lineup.adapters)
-
-    def times_of_linears() -> list[LinearTime]:
-        return linears.measure(
-            ours,
-            work,
-            budget_tokens=lineup.budget,
-            copy_bytes_per_s=copies,
-            adapters=lineup.adapters,
-        )
-
-    def overhead() -> float | None:
-        return engine_overhead_pct(lineup, started + seconds)
-
-    def waits() -> float | None:
-        return device_waits_pct(lineup, started + seconds)
-
-    def peft_alone() -> Rounds:
-        return run_rounds(
-            lineup.alone("peft"),
-            repeats=settings.repeats,
-            expected=dict.fromkeys(PEFT.values(), whole),
-            say=say,
-            until=started + seconds,
-        )
-
-    pauses_seen = in_time("pauses", watched_pauses)
-    linears_seen = in_time("single linears", times_of_linears) or []
-    overhead_pct = in_time("the engine's own work", overhead)
-    waits_pct = in_time("the device's waits", waits) if device.type == "cuda" else None
+    after = _AfterRounds(lineup, say, started + seconds, notes)
+    pauses_seen = after.measured("pauses", after.pauses)
+    linears_seen = after.measured("single linears", lambda: after.linears(copies)) or []
+    overhead_pct = after.measured("the engine's own work", after.overhead_pct)
+    on_gpu = device.type == "cuda"
+    waits_pct = after.measured("the device's waits", after.waits_pct) if on_gpu else None
     if set(PEFT.values()) <= set(rounds.out_of_memory):
         # Beside our model there was no room; nothing of ours is measured any more.
-        alone = in_time("PEFT by itself", peft_alone)
+        alone = after.measured("PEFT by itself", lambda: after.peft_alone(whole))
         rounds = rounds.followed_by(alone) if alone else rounds
     if lineup.peft_under_autocast:
         notes.append("PEFT ran under autocast, which is faster here")
@@ -281,8 +225,66 @@ def _run(settings: Settings, say: Say, started: float) -> Result:
         gemm_flops_per_s=gemm,
         copy_bytes_per_s=copies,
         notes=[*notes, *rounds.notes],
-        complete=complete and rounds.complete,
+        complete=after.complete and rounds.complete,
     )
+
+
+@dataclass(slots=True)
+class _AfterRounds:
+    """What is looked at when the rounds are over, as far as the time goes."""
+
+    lineup: Lineup
+    say: Say
+    end: float
+    """On time.monotonic."""
+
+    notes: list[str]
+    """Of what was left out, and why."""
+
+    complete: bool = True
+
+    def measured(self, what: str, measure: Callable[[], T]) -> T | None:
+        reason = "time was over"
+        if time.monotonic() < self.end:
+            self.say(what)
+            try:
+                return measure()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = "out of memory"
+        self.notes.append(f"{what}: left out, {reason}")
+        self.complete = False
+        return None
+
+    def pauses(self) -> Pauses:
+        lineup = self.lineup
+        with lineup.graphs.watched(len(lineup.work.jobs) + 2 * (PAUSES + 1)):
+            return pauses(lineup.ours, lineup.work, lineup.budget, adapters=lineup.adapters)
+
+    def linears(self, copy_bytes_per_s: float) -> list[LinearTime]:
+        return linears.measure(
+            self.lineup.ours,
+            self.lineup.work,
+            budget_tokens=self.lineup.budget,
+            copy_bytes_per_s=copy_bytes_per_s,
+            adapters=self.lineup.adapters,
+        )
+
+    def overhead_pct(self) -> float | None:
+        return engine_overhead_pct(self.lineup, self.end)
+
+    def waits_pct(self) -> float | None:
+        return device_waits_pct(self.lineup, self.end)
+
+    def peft_alone(self, whole: Done) -> Rounds:
+        return run_rounds(
+            self.lineup.alone("peft"),
+            repeats=self.lineup.settings.repeats,
+            expected=dict.fromkeys(PEFT.values(), whole),
+            say=self.say,
+            until=self.end,
+        )
 
 
 def chosen_device(name: str) -> torch.device:

@@ -16,6 +16,7 @@ from tlora.runtime.benchmark import frozen, processes, shapes
 from tlora.runtime.benchmark.arms import (
     Adapters,
     Counter,
+    draw_adapters,
     train_one_at_a_time,
     train_together,
 )
@@ -219,3 +220,21 @@ class Lineup:
 
     def _later(self, prepare: Callable[[str], Arm], how: str) -> Prepare:
         return lambda: prepare(how)
+
+
+def new_lineup(
+    settings: Settings, model: PreTrainedModel, work: Workload, *, until: float
+) -> Lineup:
+    """Of a super-model over a twin of the model, which shares its weights."""
+    # Rows for all jobs and one more, so that no pool grows under the clock.
+    reserve = work.total_rank + max(job.lora.r for job in work.jobs)
+    ours = SuperModel(shapes.twin(model), reserve_rows=reserve, compiled=not settings.skip_compile)
+    return Lineup(
+        settings=settings,
+        model=model,
+        ours=ours,
+        work=work,
+        adapters=draw_adapters(ours, work.jobs),
+        graphs=Graphs(ours),
+        until=until,
+    )

@@ -38,6 +38,10 @@ class Workload:
         return sum(map(len, self.sequences))
 
     @property
+    def total_rank(self) -> int:
+        return sum(job.lora.r for job in self.jobs)
+
+    @property
     def longest(self) -> int:
         return max(map(len, self.sequences))
 
