@@ -320,8 +320,8 @@ def graph_of(step, repeats: int = 1):
 def times_us(steps: dict, *, rounds: int = 15, inner: int = 2) -> dict[str, float]:
     """Median microseconds of each; rounds interleave them, so that drift hits all alike.
 
-    The clock depends on the power of the last milliseconds: each sample comes behind its own like,
-    and every other round goes backwards, so that none profits from who ran before it.
+    The clock depends on the power of what ran before: each sample comes behind its own like, and
+    every other round goes backwards. It has settled in samples of a third of a second.
     """
     samples: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
@@ -506,10 +506,10 @@ def main() -> None:
         "--inner",
         type=int,
         default=2,
-        help="replays of a sample, behind as many that are not timed: 32 are the layers of an 8B"
-        " step, long enough for the clock to settle",
+        help="with --layer: replays of a sample, behind as many that are not timed; 32 are the"
+        " layers of an 8B step, long enough for the clock to settle",
     )
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=15, help="with --layer")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--stages", action="store_true")
     parser.add_argument("--layer", action="store_true")

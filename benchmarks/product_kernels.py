@@ -127,6 +127,8 @@ def both(one: torch.Tensor, other: torch.Tensor, block: list[int]) -> tuple[Tens
     assert one.stride() == other.stride(), "rows must be of one length"
     first, second = sorted((one, other), key=torch.Tensor.data_ptr)
     apart = (second.data_ptr() - first.data_ptr()) // one.itemsize
+    if one.is_cuda:
+        assert apart * one.itemsize < 1 << 40, "a descriptor has no such stride"
     rows = max(len(one), len(other))
     shape, strides = [2, rows, one.stride(0)], [apart, *one.stride()]
     return TensorDescriptor(first, shape, strides, [1, *block]), int(first is other)

@@ -99,7 +99,6 @@ HtmlFile = Annotated[
 def policies_of(given: list[str] | None) -> tuple[str, ...]:
     from tlora.simulation.compare import COMPARED
 
-    # Without the option typer gives an empty list.
     return tuple(name.strip() for each in given or () for name in each.split(",")) or COMPARED
 
 

@@ -335,7 +335,7 @@ class SuperModel:
         replace_attention(self.model, self.routing)
         separate_sequences(self.model, self.routing)
         check_packing(self.model, self._probe_logits, own)
-        # The checks run in float32 too, and with short windows; this one runs as training will.
+        # The checks run in float32 too; this one runs as training will.
         self.routing.counts_in_attention = False
         self._head = self._probe_head()
 

@@ -90,15 +90,30 @@ def test_other_devices_get_what_fits(kernel, shared_bytes, capability):
     """Tiles may be smaller and stages fewer; all else stays."""
     device = Device(shared_bytes=shared_bytes, capability=capability)
     for shape in shapes():
-        found, best = tuning(kernel, shape, device), tuning(kernel, shape)
+        found = tuning(kernel, shape, device)
+        best = settings.TUNINGS[settings.case_of(kernel, shape, device)]
         assert settings.shared_bytes(kernel, shape, found, capability) <= shared_bytes
         assert found.tokens <= best.tokens
         assert found.features <= best.features
         assert found.stages <= best.stages
         sizes = {"tokens": best.tokens, "features": best.features, "stages": best.stages}
-        assert dataclasses.replace(found, **sizes) == best
+        # Neither have the registers for a gradient that is read early.
+        assert dataclasses.replace(found, **sizes) == dataclasses.replace(best, early=0)
         assert found.features >= 32 or kernel == "sum", "the counters have room for no more tiles"
         assert kernel != "shrink" or found.tokens == best.tokens, "the work list says its tokens"
+
+
+def test_loads_ahead_are_left_out_only_where_that_makes_room():
+    """Pieces of several linears, which a program holds, on a device whose products leave room."""
+    wide = Shape(num_tokens=2048, max_rank=64, width=192)
+    assert tuning("expand_dx", wide).stages == 1
+    ampere = Device(shared_bytes=166_912, capability=80)
+    for shape, device in (
+        (dataclasses.replace(wide, width=64), H200),
+        (dataclasses.replace(wide, max_rank=128, width=384), H200),
+        (wide, ampere),
+    ):
+        assert tuning("expand_dx", shape, device).stages == 2
 
 
 def test_stages_go_first_then_features_then_tokens():

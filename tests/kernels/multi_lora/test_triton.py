@@ -241,8 +241,10 @@ def test_a_gradient_known_to_be_zero_is_written_and_not_read(early):
 
 @runs_kernels
 def test_when_a_gradient_is_read_changes_no_bit():
-    """Before the tokens or after them; of jobs whose sums are in one part and in several."""
-    segments = [segment(0, 14, 3, (16, 16, 16), 0), segment(20, 50, 60, (5, 7, 9), 30)]
+    """Before the tokens or after them; of jobs with sums in one part and in several, and of one in
+    two segments."""
+    segments = [segment(0, 14, 3, (16, 16, 16), 0), segment(14, 40, 60, (5, 7, 9), 30)]
+    segments += [segment(start, start + 5, 100, (3, 2, 4), 55) for start in (40, 45)]
     problem = Problem(segments, torch.float32)
     generator = torch.Generator().manual_seed(3)
     pools = (problem.a, *problem.b)

@@ -78,7 +78,7 @@ MEASURED = Device(shared_bytes=232_448, capability=90)
 
 
 # Tiles: measured on one H200, 8B shapes, 8,192 tokens (README.md has the alternatives and their
-# times); `programs` and `turned`: what the compiled registers and shared memory allow.
+# times); `programs` and `turned`: what the compiled registers and shared memory allow, or more.
 # benchmarks/gpu_lora_kernels.py times them all.
 TUNINGS: dict[str, Tuning] = {
     "shrink": Tuning(tokens=128, features=64, warps=8, stages=3, programs=2, parts=264),
@@ -123,7 +123,9 @@ LEAST_FEATURES = 32
 
 def tuning(kernel: str, shape: Shape, device: Device = MEASURED) -> Tuning:
     """The settings of one of shrink, expand_y, expand_dx, reduce_a, reduce_b, sum."""
-    best = TUNINGS[case_of(kernel, shape)]
+    best = TUNINGS[case_of(kernel, shape, device)]
+    if best.early and not reads_shared(device):
+        best = replace(best, early=0)  # Operands take the registers: 0.8 to 1 KB would spill.
     if kernel == "sum":
         return best  # It has no shared memory to run out of.
     last = best
@@ -148,7 +150,12 @@ def _halves(size: int, least: int) -> list[int]:
     return [size >> i for i in range(size.bit_length()) if size >> i >= least]
 
 
-def case_of(kernel: str, shape: Shape) -> str:
+def reads_shared(device: Device) -> bool:
+    """Whether products read both operands from shared memory: Hopper and server Blackwell."""
+    return 90 <= device.capability < 120
+
+
+def case_of(kernel: str, shape: Shape, device: Device = MEASURED) -> str:
     """The line of the table."""
     size = "large" if shape.max_rank > 16 else "small"
     wide = shape.itemsize == 4
@@ -158,7 +165,7 @@ def case_of(kernel: str, shape: Shape) -> str:
             deep = not shape.dropout and (shape.pool_itemsize == 2 or shape.width <= 64)
             if wide or not deep:
                 return "shrink float32" if wide else "shrink"
-            # Of more columns than a block has, three programs fit with three stages.
+            # Tiles of 128 rank rows: three programs fit with three stages only.
             return "shrink wide" if shape.width > SHRINK_RANK else "shrink deep"
         case "reduce_a":
             return "reduce_a dropout" if shape.dropout else f"reduce_a {size}"
@@ -168,10 +175,17 @@ def case_of(kernel: str, shape: Shape) -> str:
             return "expand float32"
         case "expand_dx" if shape.dropout:
             return "expand_dx dropout"
-        case "expand_dx" if shape.width > -(-shape.max_rank // 8) * 8:
+        case "expand_dx" if _holds_several(shape) and reads_shared(device):
+            # Without loads ahead four programs fit.
             return "expand_dx stacked"
         case _:
             return kernel
+
+
+def _holds_several(shape: Shape) -> bool:
+    """Whether a program of dX holds pieces of several linears."""
+    stacked = shape.width > -(-shape.max_rank // 8) * 8
+    return stacked and shape.max_rank <= CHUNK_RANK
 
 
 def shared_bytes(kernel: str, shape: Shape, tuning: Tuning, capability: int) -> int:
@@ -199,8 +213,8 @@ def _buffers(shape: Shape, tuning: Tuning, capability: int) -> int:
     before Ampere nothing loads ahead."""
     if capability < 80:
         return 1
-    reads_shared = shape.itemsize == 2 and 90 <= capability < 120
-    return tuning.stages if reads_shared else max(1, tuning.stages - 1)
+    keeps = shape.itemsize == 2 and 90 <= capability < 120
+    return tuning.stages if keeps else max(1, tuning.stages - 1)
 
 
 def _lies_twice(shape: Shape, capability: int) -> bool:
