@@ -90,6 +90,21 @@ def test_the_tables_fit_80_columns_and_the_sentences_compare(comparison) -> None
         assert part in text
 
 
+def test_who_is_slower_is_not_called_faster(comparison) -> None:
+    """The sentence has one word or the other, and no ratio below one with it."""
+    (line,) = (
+        line for line in table.sentences(comparison) if line.startswith("tlora against solo")
+    )
+    means = dict(table._means(comparison))
+    for which, part in zip(("mean", "p99"), line.split(": ")[1].split(", ")[:2], strict=True):
+        ours, theirs = (means[policy]["jct_s"][which] for policy in ("tlora", "solo"))
+        word = "shorter" if ours <= theirs else "longer"
+        assert part.endswith(f" {max(ours, theirs) / min(ours, theirs):.2f}x {word}")
+    two, three = ({"jct_s": {"mean": seconds}} for seconds in (2.0, 3.0))
+    assert table._shorter(two, three, "mean") == "1.50x shorter"
+    assert table._shorter(three, two, "mean") == "1.50x longer"
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(None, "-"), (0, "0.0 s"), (42.4, "42 s"), (90, "1.5 min"), (7200, "2.0 h"), (2e5, "2.3 d")],

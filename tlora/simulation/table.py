@@ -73,8 +73,8 @@ def sentences(comparison: Comparison) -> list[str]:
         if ours is None or policy == "tlora" or not (ours["jct_s"]["mean"] and other["jct_s"]):
             continue
         lines.append(
-            f"tlora against {policy}: mean JCT {_times(other, ours, 'jct_s', 'mean')} shorter, "
-            f"p99 {_times(other, ours, 'jct_s', 'p99')}, "
+            f"tlora against {policy}: mean JCT {_shorter(ours, other, 'mean')}, "
+            f"p99 {_shorter(ours, other, 'p99')}, "
             f"tokens per GPU in use {_times(ours, other, 'tokens_per_gpu_s')}."
         )
     slowest = max(found, key=lambda policy: found[policy]["decision_ms"]["p99"] or 0.0)
@@ -110,6 +110,12 @@ def ratio(value: float | None) -> str:
 
 def _means(comparison: Comparison) -> list[tuple[str, dict[str, Any]]]:
     return [(policy, comparison.mean(policy)) for policy in comparison.setting.policies]
+
+
+def _shorter(ours: dict[str, Any], other: dict[str, Any], which: str) -> str:
+    if ours["jct_s"][which] <= other["jct_s"][which]:
+        return f"{_times(other, ours, 'jct_s', which)} shorter"
+    return f"{_times(ours, other, 'jct_s', which)} longer"
 
 
 def _times(upper: dict[str, Any], lower: dict[str, Any], *names: str) -> str:
