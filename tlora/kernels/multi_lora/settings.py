@@ -124,7 +124,7 @@ LEAST_FEATURES = 32
 def tuning(kernel: str, shape: Shape, device: Device = MEASURED) -> Tuning:
     """The settings of one of shrink, expand_y, expand_dx, reduce_a, reduce_b, sum."""
     best = TUNINGS[case_of(kernel, shape, device)]
-    if best.early and not reads_shared(device):
+    if best.early and not _reads_shared(device.capability):
         best = replace(best, early=0)  # Operands take the registers: 0.8 to 1 KB would spill.
     if kernel == "sum":
         return best  # It has no shared memory to run out of.
@@ -150,9 +150,10 @@ def _halves(size: int, least: int) -> list[int]:
     return [size >> i for i in range(size.bit_length()) if size >> i >= least]
 
 
-def reads_shared(device: Device) -> bool:
-    """Whether products read both operands from shared memory: Hopper and server Blackwell."""
-    return 90 <= device.capability < 120
+def _reads_shared(capability: int) -> bool:
+    """Whether products in half precision read shared memory themselves: Hopper and server
+    Blackwell."""
+    return 90 <= capability < 120
 
 
 def case_of(kernel: str, shape: Shape, device: Device = MEASURED) -> str:
@@ -163,8 +164,10 @@ def case_of(kernel: str, shape: Shape, device: Device = MEASURED) -> str:
         case "shrink":
             # The deep tile of a wide adapter fits the shared memory in half precision only.
             deep = not shape.dropout and (shape.pool_itemsize == 2 or shape.width <= 64)
-            if wide or not deep:
-                return "shrink float32" if wide else "shrink"
+            if wide:
+                return "shrink float32"
+            if not deep:
+                return "shrink"
             # Tiles of 128 rank rows: three programs fit with three stages only.
             return "shrink wide" if shape.width > SHRINK_RANK else "shrink deep"
         case "reduce_a":
@@ -175,7 +178,7 @@ def case_of(kernel: str, shape: Shape, device: Device = MEASURED) -> str:
             return "expand float32"
         case "expand_dx" if shape.dropout:
             return "expand_dx dropout"
-        case "expand_dx" if _holds_several(shape) and reads_shared(device):
+        case "expand_dx" if _holds_several(shape) and _reads_shared(device.capability):
             # Without loads ahead four programs fit.
             return "expand_dx stacked"
         case _:
@@ -208,12 +211,11 @@ BARRIER_BYTES = 64
 
 
 def _buffers(shape: Shape, tuning: Tuning, capability: int) -> int:
-    """Tiles of one operand that lie there at once. Products that read shared memory themselves
-    (half precision, Hopper and server Blackwell) keep theirs while the next are on their way;
-    before Ampere nothing loads ahead."""
+    """Tiles of one operand that lie there at once. Products that read shared memory themselves keep
+    theirs while the next are on their way; before Ampere nothing loads ahead."""
     if capability < 80:
         return 1
-    keeps = shape.itemsize == 2 and 90 <= capability < 120
+    keeps = shape.itemsize == 2 and _reads_shared(capability)
     return tuning.stages if keeps else max(1, tuning.stages - 1)
 
 

@@ -167,8 +167,7 @@ def _reduce_piece(
             b_g *= keep
     else:
         b_g = _reduce_loop(p_p, p_q, p_rows, p_part, b_w, o_r, m_r, o_n, m_n, start, count, n,
-                           threshold, key, W, BT, BN, BR,
-                           False, FUSED, EVEN, TURNED)  # fmt: skip
+                           threshold, key, W, BT, BN, BR, False, FUSED, EVEN, TURNED)  # fmt: skip
     _add_gradient(p_g, p_sums, p_done, p_row, b_g, b_old, o_g, m_g, m_old, o_r, o_n, rank, size,
                   MAX_N, EARLY)  # fmt: skip
 
