@@ -50,7 +50,7 @@ def test_a_job_has_the_same_bits_in_any_company_and_after_five_kills(
         tmp_path,
         files,
         threads=threads,
-        killed={"kills": KILLS, "seed": 12, "nano_batches": 5, "saves": True},
+        killed={"kills": KILLS, "seed": 12, "nano_batches": 5, "saves": "subject"},
         leaking={"leaks": True},
     )
     assert outcomes["killed"]["killed"] == KILLS

@@ -9,9 +9,9 @@ PLAN is a JSON file: `{"threads": 1, "runs": [{"job_file", "output", "kills", "s
 "nano_batches", "saves", "leaks", "sweep"}, ...]}`; with `sweep` the file is a sweep's. A quarter of
 the kills come in a life's first half second; the others some milliseconds after as many
 nano-batches as the seed says, up to `nano_batches`: counted and not timed, so that a fast machine
-is not through before and a slow one gets on. With `saves` every other life also reaches a
-checkpoint more, however slow the disk is. What is printed last is a JSON list with an `Outcome` for
-each run.
+is not through before and a slow one gets on. With `saves`, the name of a job, every other life also
+reaches a checkpoint more of it, however slow the disk is. What is printed last is a JSON list with
+an `Outcome` for each run.
 """
 
 import json
@@ -32,7 +32,6 @@ from tlora.runtime import training
 from tlora.runtime.sweeps.tune import tune
 from tlora.training.exactness import Exactness
 
-CHECKPOINTS = "*/checkpoints/step-*"
 PATIENCE_SECONDS = 120.0
 START_SECONDS = 0.5
 LATER_SECONDS = 0.03
@@ -97,19 +96,23 @@ def wait_for_nano_batches(child: int, events: Path, size: int, wanted: int) -> N
         time.sleep(0.002)
 
 
-def wait_for_a_checkpoint(child: int, output: Path, before: set[Path]) -> None:
+def checkpoints_of(output: Path, job: str) -> set[Path]:
+    return set((output / job / "checkpoints").glob("step-*"))
+
+
+def wait_for_a_checkpoint(child: int, output: Path, job: str, before: set[Path]) -> None:
+    """Of this job: others may be steps ahead of it."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline and not over(child):
-        if set(output.glob(CHECKPOINTS)) - before:
+        if checkpoints_of(output, job) - before:
             return
         time.sleep(0.002)
 
 
 def found_of(output: Path, job: str) -> str:
-    folder = output / job
-    if (folder / "result.json").exists():
+    if (output / job / "result.json").exists():
         return "over"
-    steps = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
+    steps = sorted(path.name for path in checkpoints_of(output, job))
     return f"step {int(steps[-1].removeprefix('step-'))}" if steps else "start"
 
 
@@ -119,6 +122,7 @@ def carry_out(run: dict, threads: int) -> Outcome:
     spec = load_sweep(run["job_file"]) if run.get("sweep") else load_spec(run["job_file"])
     jobs = [] if isinstance(spec, SweepSpec) else [job.name for job in spec.jobs]
     events = output / "events.jsonl"
+    waits_for = run.get("saves")
     outcome = Outcome()
     started = time.monotonic()
 
@@ -127,15 +131,15 @@ def carry_out(run: dict, threads: int) -> Outcome:
 
     while outcome.killed < run.get("kills", 0):
         size = events.stat().st_size if events.exists() else 0
-        saved = set(output.glob(CHECKPOINTS))
+        saved = checkpoints_of(output, waits_for) if waits_for else set()
         child = live()
         if generator.random() < 0.25:
             time.sleep(generator.uniform(0.0, START_SECONDS))
         else:
             wanted = generator.randint(0, run["nano_batches"])
             wait_for_nano_batches(child, events, size, wanted)
-            if run.get("saves") and outcome.killed % 2 == 0:
-                wait_for_a_checkpoint(child, output, saved)
+            if waits_for and outcome.killed % 2 == 0:
+                wait_for_a_checkpoint(child, output, waits_for, saved)
             time.sleep(generator.uniform(0.0, LATER_SECONDS))
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
