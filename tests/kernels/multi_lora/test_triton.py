@@ -220,6 +220,35 @@ def test_which_program_takes_an_item_changes_no_bit():
 
 
 @runs_kernels
+@pytest.mark.parametrize("sharing", ["snake", "queue"])
+@pytest.mark.parametrize("name", ["odd ranks, empty segment, gaps, dropout", "one job, all tokens"])
+def test_however_programs_share_a_list_every_item_is_done_once(name, sharing):
+    """Gradients are added to and Y is: an item done twice, or by nobody, would show. More items
+    than programs, then fewer."""
+    problem = Problem(CASES[name], torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    y = [torch.randn(dy.shape, generator=generator).to(DEVICE) for dy in problem.dy]
+    s = torch.randn(problem.num_tokens, problem.layout.s_width, generator=generator).to(DEVICE)
+    for features in (16, 64):
+        turns, other = (
+            triton_forward.Tuning(tokens=16, features=features, programs=1, sharing=how)
+            for how in ("turns", sharing)
+        )
+        usual, found = [], []
+        for tuning, values in ((turns, usual), (other, found)):
+            values += gradients(problem, tuning)
+            added = [each.clone() for each in y]
+            triton_forward.expand(
+                added, s, problem.b, problem.blocks, problem.rows, LINEARS,
+                name="expand_y", write=False, tuning=tuning,
+            )  # fmt: skip
+            values += added
+            assert not problem.blocks.finished.any(), "counters must be zero again"
+        assert all(torch.equal(u, v) for u, v in zip(usual, found, strict=True))
+        assert not any(torch.equal(u, v) for u, v in zip(usual[-3:], y, strict=True))
+
+
+@runs_kernels
 @pytest.mark.parametrize("early", [0, 64])
 def test_a_gradient_known_to_be_zero_is_written_and_not_read(early):
     """NaN lies where the zeros would: the same bits, with partial sums and without. A neighbour's

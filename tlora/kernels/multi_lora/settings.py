@@ -2,12 +2,16 @@
 
 What measured best is one line of a table. A device with less shared memory than that line needs
 gets the nearest smaller tiles that fit it. Nothing here depends on the jobs of a nano-batch: bits
-must not. Warps, stages and programs, which change no bit, are what tuner.py may choose instead.
+must not. Warps, stages, programs and how these share a list change no bit; tuner.py may choose the
+first three otherwise.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+
+SHARINGS = ("turns", "snake", "queue")
+"""How the programs of `expand` and `reduce` share a list (triton_items.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +28,9 @@ class Tuning:
     programs: int = 0
     """Programs per multiprocessor, each of which takes every n-th item of the list. 0: one program
     per item that the list has room for, most of which find nothing to do."""
+
+    sharing: str = "turns"
+    """One of SHARINGS, where programs take several items."""
 
     parts: int = 132
     """`shrink`: programs that a small bucket is cut into along the features. A number, not the

@@ -16,7 +16,7 @@ import triton.language as tl
 from tlora.kernels.multi_lora import blocks as lists
 from tlora.kernels.multi_lora.blocks import Blocks
 from tlora.kernels.multi_lora.devices import tuning_of
-from tlora.kernels.multi_lora.settings import Tuning
+from tlora.kernels.multi_lora.settings import SHARINGS, Tuning
 from tlora.kernels.multi_lora.triton_forward import (
     COL,
     COLUMNS,
@@ -30,19 +30,28 @@ from tlora.kernels.multi_lora.triton_forward import (
     SIZE,
     START,
     THRESHOLD,
+    TICKETS,
     W_ROW,
     alignment,
     expand,
     float_bits,
-    num_items,
     num_programs,
-    pick,
-    place_of,
     rank_classes,
     shape_of,
     shrink,
     three,
     uint_bits,
+)
+from tlora.kernels.multi_lora.triton_items import (
+    QUEUE,
+    item_of,
+    leave_queue,
+    most_rounds,
+    next_in_queue,
+    num_items,
+    num_rounds,
+    pick,
+    place_of,
 )
 from tlora.kernels.multi_lora.triton_streams import feature_hash, kept, linear_key, row_hash
 
@@ -193,7 +202,7 @@ def _reduce_item(
     linear = pick(i_l, linear_0, linear_1, linear_2, NUM)
     # Not a compiled size, but W, a multiple of eight, divides it: 16 bytes in one store.
     p_part += i_n * tl.multiple_of(part_stride.to(tl.int64), 8)
-    p_done += tl.load(p_row + GROUP) * TILES + i_n
+    p_done += TICKETS + tl.load(p_row + GROUP) * TILES + i_n
     for i in tl.static_range(CLASSES):
         if (rank > (8 << i if i > 0 else 0)) & (rank <= 16 << i):
             _reduce_piece(p_g, p_sums, p_done, p_p, p_q, p_w, p_part, p_rows, p_row, rank, n,
@@ -210,16 +219,26 @@ def reduce_kernel(
     W: tl.constexpr, NUM: tl.constexpr, TILES: tl.constexpr, ENDS: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, CLASSES: tl.constexpr, DROPOUT: tl.constexpr,
     FUSED: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, TURNED: tl.constexpr,
-    EARLY: tl.constexpr, LOOP: tl.constexpr,
+    EARLY: tl.constexpr, LOOP: tl.constexpr, SHARING: tl.constexpr,
 ):  # fmt: skip
     """grad[rank rows, features] += P^T drop(Q) over a chunk of a job: S and dY, or dS and X."""
     total = num_items(p_table, LIST, ENDS, BN, N0, N1, N2)
     i_item = tl.program_id(0)
-    if LOOP:
-        for i in tl.range(i_item, total, tl.num_programs(0), disable_licm=True):
+    if LOOP and SHARING == QUEUE:
+        for i_round in tl.range(0, most_rounds(total), disable_licm=True):
+            i_item = next_in_queue(p_done, i_item, i_round, total)
+            if i_item < total:
+                _reduce_item(p_g0, p_g1, p_g2, p_sums, p_done, p_p, p_q0, p_q1, p_q2,
+                             p_w0, p_w1, p_w2, p_part, p_rows, p_table, first_row, i_item,
+                             linear_0, linear_1, linear_2, part_stride,
+                             N0, N1, N2, MAX_N, W, NUM, TILES, ENDS, BT, BN,
+                             CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED, EARLY)  # fmt: skip
+        leave_queue(p_done)
+    elif LOOP:
+        for i_round in tl.range(0, num_rounds(total, SHARING), disable_licm=True):
             _reduce_item(p_g0, p_g1, p_g2, p_sums, p_done, p_p, p_q0, p_q1, p_q2,
-                         p_w0, p_w1, p_w2, p_part, p_rows, p_table, first_row, i,
-                         linear_0, linear_1, linear_2, part_stride,
+                         p_w0, p_w1, p_w2, p_part, p_rows, p_table, first_row,
+                         item_of(i_round, SHARING), linear_0, linear_1, linear_2, part_stride,
                          N0, N1, N2, MAX_N, W, NUM, TILES, ENDS, BT, BN,
                          CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED, EARLY)  # fmt: skip
     elif i_item < total:
@@ -311,6 +330,7 @@ def reduce(
         rank_classes(layout.most_rank(name)),
         dropout, fused, all(size % tuning.features == 0 for size in features),
         alignment(features), tuning.turned, tuning.early, tuning.programs > 0,
+        SHARINGS.index(tuning.sharing),
         num_warps=tuning.warps, num_stages=tuning.stages, **tuning.limits,
     )  # fmt: skip
 

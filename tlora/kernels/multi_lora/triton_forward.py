@@ -16,7 +16,18 @@ import triton.language as tl
 from tlora.kernels.multi_lora import blocks as lists
 from tlora.kernels.multi_lora.blocks import Blocks
 from tlora.kernels.multi_lora.devices import tuning_of
-from tlora.kernels.multi_lora.settings import Shape, Tuning
+from tlora.kernels.multi_lora.settings import SHARINGS, Shape, Tuning
+from tlora.kernels.multi_lora.triton_items import (
+    QUEUE,
+    item_of,
+    leave_queue,
+    most_rounds,
+    next_in_queue,
+    num_items,
+    num_rounds,
+    pick,
+    place_of,
+)
 from tlora.kernels.multi_lora.triton_streams import feature_hash, kept, linear_key, row_hash
 
 COLUMNS = tl.constexpr(lists.COLUMNS)
@@ -32,57 +43,7 @@ SCALE = tl.constexpr(lists.SCALE)
 KEEP = tl.constexpr(lists.KEEP)
 FIRST = tl.constexpr(lists.FIRST)
 SIZE = tl.constexpr(lists.SIZE)
-
-
-@triton.jit
-def pick(i, v_0, v_1, v_2, NUM: tl.constexpr):
-    """The i-th of up to three values or pointers."""
-    v = v_0
-    if NUM > 1:
-        v = tl.where(i == 1, v_1, v)
-    if NUM > 2:
-        v = tl.where(i == 2, v_2, v)
-    return v
-
-
-@triton.jit
-def num_items(
-    p_table, LIST: tl.constexpr, ENDS: tl.constexpr, BN: tl.constexpr,
-    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
-):  # fmt: skip
-    """Of a list, every row of which has as many items as its linear has tiles of features."""
-    TILES_0: tl.constexpr = (N0 + BN - 1) // BN
-    TILES_1: tl.constexpr = (N1 + BN - 1) // BN
-    TILES_2: tl.constexpr = (N2 + BN - 1) // BN
-    rows = tl.load(p_table + LIST)
-    if TILES_0 == TILES_1 and TILES_0 == TILES_2:
-        total = rows * TILES_0
-    else:
-        end_0, end_1 = tl.load(p_table + ENDS), tl.load(p_table + ENDS + 1)
-        total = end_0 * TILES_0 + (end_1 - end_0) * TILES_1 + (rows - end_1) * TILES_2
-    return total
-
-
-@triton.jit
-def place_of(
-    p_table, i_item, ENDS: tl.constexpr, BN: tl.constexpr,
-    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
-):  # fmt: skip
-    """The row of an item, and its tile."""
-    TILES_0: tl.constexpr = (N0 + BN - 1) // BN
-    TILES_1: tl.constexpr = (N1 + BN - 1) // BN
-    TILES_2: tl.constexpr = (N2 + BN - 1) // BN
-    if TILES_0 == TILES_1 and TILES_0 == TILES_2:
-        i_row, i_n = i_item // TILES_0, i_item % TILES_0
-    else:
-        end_0, end_1 = tl.load(p_table + ENDS), tl.load(p_table + ENDS + 1)
-        items_0 = end_0 * TILES_0
-        items_1 = items_0 + (end_1 - end_0) * TILES_1
-        i_l = (i_item >= items_0).to(tl.int32) + (i_item >= items_1).to(tl.int32)
-        tiles = pick(i_l, TILES_0, TILES_1, TILES_2, 3)
-        i_own = i_item - pick(i_l, 0, items_0, items_1, 3)
-        i_row, i_n = pick(i_l, 0, end_0, end_1, 3) + i_own // tiles, i_own % tiles
-    return i_row, i_n
+TICKETS = tl.constexpr(lists.TICKETS)
 
 
 @triton.jit
@@ -188,8 +149,8 @@ def _shrink_item(
     linear = pick(i_l, linear_0, linear_1, linear_2, NUM)
     for i in tl.static_range(CLASSES):
         if (rank > (8 << i if i > 0 else 0)) & (rank <= 16 << i):
-            _shrink_piece(p_s, p_partial, p_done + i_row, p_x, p_w, p_rows, p_row, start, rank, n,
-                          i_split, linear, T, W, SPLITS, BT, BK, 16 << i,
+            _shrink_piece(p_s, p_partial, p_done + TICKETS + i_row, p_x, p_w, p_rows, p_row, start,
+                          rank, n, i_split, linear, T, W, SPLITS, BT, BK, 16 << i,
                           DROPOUT, EVEN)  # fmt: skip
 
 
@@ -342,51 +303,78 @@ def _expand_many(
         _store_y(p_y + i_t64 * n + o_y, b_y, p_bias, o_n, m_n, m_t, ADD, BIAS)
 
 
-@triton.jit(do_not_specialize=["first_row", "linear_0", "linear_1", "linear_2"])
-def expand_kernel(
+@triton.jit
+def _expand_item(
     p_y0, p_y1, p_y2, p_bias0, p_bias1, p_bias2, p_s, p_w0, p_w1, p_w2, p_rows, p_table,
-    first_row, linear_0, linear_1, linear_2,
-    LIST: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, W: tl.constexpr,
+    first_row, i_item, linear_0, linear_1, linear_2,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, W: tl.constexpr,
     NUM: tl.constexpr, ENDS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
     CLASSES: tl.constexpr, DROPOUT: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
     ALIGN: tl.constexpr, OUTPUTS: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
+    i_row, i_n = place_of(p_table, i_item, ENDS, BN, N0, N1, N2)
+    p_row = p_table + (first_row + i_row) * COLUMNS
+    i_l = tl.load(p_row + LINEAR)
+    n = tl.multiple_of(pick(i_l, N0, N1, N2, OUTPUTS), ALIGN)
+    p_y = pick(i_l, p_y0, p_y1, p_y2, OUTPUTS)
+    p_w = pick(i_l, p_w0, p_w1, p_w2, OUTPUTS)
+    p_bias = pick(i_l, p_bias0, p_bias1, p_bias2, OUTPUTS)
+    start, count = tl.load(p_row + START).to(tl.int64), tl.load(p_row + COUNT)
+    rank, size = tl.load(p_row + RANK), tl.load(p_row + SIZE)
+    p_piece = p_table + tl.load(p_row + FIRST) * COLUMNS
+    o_n = i_n * BN + tl.arange(0, BN)
+    m_n = o_n < n
+    if size == 0:  # noqa: SIM102 - the other is known when compiled
+        if not ADD or BIAS:
+            for i_t in range(0, count, BT):
+                o_t = i_t + tl.arange(0, BT)
+                b_y = tl.zeros([BT, BN], dtype=tl.float32)
+                p_tile = p_y + (start + o_t)[:, None] * n + o_n[None, :]
+                _store_y(p_tile, b_y, p_bias, o_n, m_n, o_t < count, ADD, BIAS)
+    for i in tl.static_range(CLASSES):
+        if (rank > (8 << i if i > 0 else 0)) & (rank <= 16 << i):
+            if size == 1:
+                _expand_few(p_y, p_bias, p_s, p_w, p_rows, p_piece, size, start, count, n,
+                            o_n, m_n, linear_0, linear_1, linear_2,
+                            W, NUM, 1, BT, BN, 16 << i, DROPOUT, ADD, BIAS)  # fmt: skip
+            elif MANY:
+                _expand_many(p_y, p_bias, p_s, p_w, p_rows, p_piece, size, start, count, n,
+                             o_n, m_n, linear_0, linear_1, linear_2,
+                             W, NUM, BT, BN, 16 << i, DROPOUT, ADD, BIAS)  # fmt: skip
+            elif NUM > 1 and OUTPUTS == 1:
+                _expand_few(p_y, p_bias, p_s, p_w, p_rows, p_piece, size, start, count, n,
+                            o_n, m_n, linear_0, linear_1, linear_2,
+                            W, NUM, NUM, BT, BN, 16 << i, DROPOUT, ADD, BIAS)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first_row", "linear_0", "linear_1", "linear_2"])
+def expand_kernel(
+    p_y0, p_y1, p_y2, p_bias0, p_bias1, p_bias2, p_s, p_w0, p_w1, p_w2, p_rows, p_table, p_queue,
+    first_row, linear_0, linear_1, linear_2,
+    LIST: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, W: tl.constexpr,
+    NUM: tl.constexpr, ENDS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    CLASSES: tl.constexpr, DROPOUT: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
+    ALIGN: tl.constexpr, OUTPUTS: tl.constexpr, MANY: tl.constexpr, SHARING: tl.constexpr,
+):  # fmt: skip
     """Y[tokens, features] (+)= sum over pieces of drop(S W) for a chunk of tokens of a linear."""
     total = num_items(p_table, LIST, ENDS, BN, N0, N1, N2)
-    for i_item in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
-        i_row, i_n = place_of(p_table, i_item, ENDS, BN, N0, N1, N2)
-        p_row = p_table + (first_row + i_row) * COLUMNS
-        i_l = tl.load(p_row + LINEAR)
-        n = tl.multiple_of(pick(i_l, N0, N1, N2, OUTPUTS), ALIGN)
-        p_y = pick(i_l, p_y0, p_y1, p_y2, OUTPUTS)
-        p_w = pick(i_l, p_w0, p_w1, p_w2, OUTPUTS)
-        p_bias = pick(i_l, p_bias0, p_bias1, p_bias2, OUTPUTS)
-        start, count = tl.load(p_row + START).to(tl.int64), tl.load(p_row + COUNT)
-        rank, size = tl.load(p_row + RANK), tl.load(p_row + SIZE)
-        p_piece = p_table + tl.load(p_row + FIRST) * COLUMNS
-        o_n = i_n * BN + tl.arange(0, BN)
-        m_n = o_n < n
-        if size == 0:  # noqa: SIM102 - the other is known when compiled
-            if not ADD or BIAS:
-                for i_t in range(0, count, BT):
-                    o_t = i_t + tl.arange(0, BT)
-                    b_y = tl.zeros([BT, BN], dtype=tl.float32)
-                    p_tile = p_y + (start + o_t)[:, None] * n + o_n[None, :]
-                    _store_y(p_tile, b_y, p_bias, o_n, m_n, o_t < count, ADD, BIAS)
-        for i in tl.static_range(CLASSES):
-            if (rank > (8 << i if i > 0 else 0)) & (rank <= 16 << i):
-                if size == 1:
-                    _expand_few(p_y, p_bias, p_s, p_w, p_rows, p_piece, size, start, count, n,
-                                o_n, m_n, linear_0, linear_1, linear_2,
-                                W, NUM, 1, BT, BN, 16 << i, DROPOUT, ADD, BIAS)  # fmt: skip
-                elif MANY:
-                    _expand_many(p_y, p_bias, p_s, p_w, p_rows, p_piece, size, start, count, n,
-                                 o_n, m_n, linear_0, linear_1, linear_2,
-                                 W, NUM, BT, BN, 16 << i, DROPOUT, ADD, BIAS)  # fmt: skip
-                elif NUM > 1 and OUTPUTS == 1:
-                    _expand_few(p_y, p_bias, p_s, p_w, p_rows, p_piece, size, start, count, n,
-                                o_n, m_n, linear_0, linear_1, linear_2,
-                                W, NUM, NUM, BT, BN, 16 << i, DROPOUT, ADD, BIAS)  # fmt: skip
+    if SHARING == QUEUE:
+        i_item = tl.program_id(0)
+        for i_round in tl.range(0, most_rounds(total), disable_licm=True):
+            i_item = next_in_queue(p_queue, i_item, i_round, total)
+            if i_item < total:
+                _expand_item(p_y0, p_y1, p_y2, p_bias0, p_bias1, p_bias2, p_s, p_w0, p_w1, p_w2,
+                             p_rows, p_table, first_row, i_item, linear_0, linear_1, linear_2,
+                             N0, N1, N2, W, NUM, ENDS, BT, BN,
+                             CLASSES, DROPOUT, ADD, BIAS, ALIGN, OUTPUTS, MANY)  # fmt: skip
+        leave_queue(p_queue)
+    else:
+        for i_round in tl.range(0, num_rounds(total, SHARING), disable_licm=True):
+            _expand_item(p_y0, p_y1, p_y2, p_bias0, p_bias1, p_bias2, p_s, p_w0, p_w1, p_w2,
+                         p_rows, p_table, first_row, item_of(i_round, SHARING),
+                         linear_0, linear_1, linear_2,
+                         N0, N1, N2, W, NUM, ENDS, BT, BN,
+                         CLASSES, DROPOUT, ADD, BIAS, ALIGN, OUTPUTS, MANY)  # fmt: skip
 
 
 def num_programs(most: int, tuning: Tuning, device: torch.device) -> int:
@@ -500,12 +488,13 @@ def expand(
         ]
     expand_kernel[(num_programs(layout.capacity[name] * tiles, tuning, s.device),)](
         *three(y), *three(biases if has_bias else y), s, *three(w), rows, blocks.table,
-        layout.first_row[name], *three(linears),
+        blocks.finished, layout.first_row[name], *three(linears),
         lists.LISTS.index(name), *three(features), s.shape[1], layout.num_linears,
         lists.ENDS.get(name, 0), tuning.tokens, tuning.features,
         rank_classes(layout.most_rank(name)),
         dropout, not write, has_bias,
         alignment(features), len(y), layout.max_rank > layout.tiles.chunk_rank,
+        SHARINGS.index(tuning.sharing),
         num_warps=tuning.warps, num_stages=tuning.stages, **tuning.limits,
     )  # fmt: skip
 
