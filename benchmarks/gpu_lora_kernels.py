@@ -27,436 +27,19 @@ import sys
 import time
 import zlib
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import triton
+from kernel_candidates import Candidate, candidates
+from kernel_cases import LAYERS, MODELS, Layer, Place, floor_us, launch, part_of
+from kernel_checks import check
+from kernel_compiling import compile_only, remember_compiled, resources, start_compiler
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
-from tlora.kernels.multi_lora import settings
-from tlora.kernels.multi_lora import triton_backward as backward
-from tlora.kernels.multi_lora import triton_forward as forward
-from tlora.kernels.multi_lora.blocks import Blocks, Layout, Tiles
-from tlora.kernels.multi_lora.settings import Tuning
-from tlora.kernels.multi_lora.tables import Segment
+from tlora.kernels.multi_lora.blocks import Blocks
 
-MODELS = {
-    "8b": {
-        "qkv": (4096, (4096, 1024, 1024)),
-        "o": (4096, (4096,)),
-        "gate_up": (4096, (14336, 14336)),
-        "down": (14336, (4096,)),
-    },
-    "1b": {
-        "qkv": (2048, (2048, 512, 512)),
-        "o": (2048, (2048,)),
-        "gate_up": (2048, (8192, 8192)),
-        "down": (8192, (2048,)),
-    },
-    "dry": {"qkv": (64, (64, 32, 32)), "down": (96, (64,))},
-}
-LAYERS = {"8b": 32, "1b": 16, "dry": 1}
-RANKS = (8, 16, 32, 64)
-# What one H200 reads and writes when it does nothing else (README.md of the kernels), bytes per us.
-READ, WRITE = 4.3e6, 3.4e6
 KERNELS = ("reduce_b", "sum", "reduce_a", "expand_y", "expand_dx", "shrink_x")
-# Values in half precision are off by up to 3.8e-3; gradients are float32.
-LIMITS = {"reduce_a": 2e-3, "reduce_b": 2e-3}
-LIMIT = 6e-3
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A setting by name."""
-
-    name: str
-    tuning: Tuning
-    chunk: int = 0
-    """Tokens of a chunk (`reduce`) or of an item (`expand`); 0: as settings.py says."""
-
-    stack: int = 0
-    """Rank rows of the gradient of A that a program holds."""
-
-    block: int = 0
-    """Tokens of a block of `shrink`."""
-
-    core: bool = False
-    """Timed for every model; the rest for the first only."""
-
-    def tiles(self, num_tokens: int) -> Tiles:
-        tiles = Tiles.for_tokens(num_tokens)
-        if self.chunk:
-            tiles = replace(tiles, chunk_tokens=self.chunk, expand_tokens=self.chunk)
-        if self.block:
-            tiles = replace(tiles, shrink_tokens=self.block)
-        return replace(tiles, stack_rank=self.stack) if self.stack else tiles
-
-
-def _tuned(tokens, features, warps, stages, programs, **more) -> Tuning:
-    return Tuning(
-        tokens=tokens, features=features, warps=warps, stages=stages, programs=programs, **more
-    )
-
-
-def _default(kernel: str) -> Candidate:
-    shape = settings.Shape(num_tokens=8192, max_rank=64, width=64)
-    return Candidate("default", settings.tuning(kernel, shape), core=True)
-
-
-def candidates(kernel: str, num_tokens: int) -> list[Candidate]:
-    """wN: warps, sN: stages, pN: programs per multiprocessor, rN: most registers. `turned<64`: rank
-    tiles below 64 as [features, rank rows]. A star marks what settings.py says."""
-    c, t = Candidate, _tuned
-    # The usual chunk is a job's tokens where jobs are as long as here.
-    other = 256 if num_tokens <= 2048 else 512
-    expand = settings.expand_tokens(num_tokens)
-    few = {"turned": 64, "registers": 128}
-    lists = {
-        "reduce_b": [
-            c("one program per item", t(128, 256, 8, 2, 0), core=True),
-            c("128x256 w8 s2 p1", t(128, 256, 8, 2, 1), core=True),
-            c("128x256 w8 s2 p1 turned<64", t(128, 256, 8, 2, 1, turned=64), core=True),
-            c("128x256 w8 s2 p1 turned", t(128, 256, 8, 2, 1, turned=128)),
-            c("64x256 w8 s3 p1 turned<64", t(64, 256, 8, 3, 1, turned=64), core=True),
-            c("64x256 w16 s3 p1 turned<64", t(64, 256, 16, 3, 1, turned=64)),
-            c("32x256 w8 s3 p2 turned", t(32, 256, 8, 3, 2, turned=128, registers=128)),
-            c("32x256 w8 s3 p1 turned<64", t(32, 256, 8, 3, 1, turned=64)),
-            c("64x128 w8 s3 p2 turned<64", t(64, 128, 8, 3, 2, **few), core=True),
-            c("64x128 w4 s3 p2 turned<64", t(64, 128, 4, 3, 2, turned=64), core=True),
-            c("64x128 w4 s3 p2", t(64, 128, 4, 3, 2)),
-            c("128x128 w8 s2 p1 turned<64", t(128, 128, 8, 2, 1, turned=64)),
-            c("128x256 w8 s2 p1 turned<64, chunk", t(128, 256, 8, 2, 1, turned=64), other),
-            c("64x128 w8 s3 p2 turned<64, chunk", t(64, 128, 8, 3, 2, **few), other, core=True),
-        ],
-        "sum": [
-            c("one program per item", t(32, 0, 4, 3, 0), core=True),
-            c("16 w4 p8", t(16, 0, 4, 3, 8), core=True),
-            c("8 w2 p16", t(8, 0, 2, 3, 16)),
-        ],
-        "reduce_a": [
-            c("one program per item", t(64, 64, 4, 3, 0, registers=128), core=True),
-            c("64x64 w4 s3 p4", t(64, 64, 4, 3, 4, registers=128), core=True),
-            c("64x64 w4 s3 p4 turned<64", t(64, 64, 4, 3, 4, **few), core=True),
-            c("64x64 w4 s3 p4 turned", t(64, 64, 4, 3, 4, turned=128)),
-            c("64x128 w4 s3 p3 turned<64", t(64, 128, 4, 3, 3, turned=64, registers=168)),
-            c("64x128 w8 s3 p2 turned<64", t(64, 128, 8, 3, 2, **few), core=True),
-            c("128x128 w8 s2 p2 turned<64", t(128, 128, 8, 2, 2, **few), core=True),
-            c("64x256 w8 s3 p1 turned<64", t(64, 256, 8, 3, 1, turned=64)),
-            c("64x64 w4 s3 p3 stack 128", t(64, 64, 4, 3, 3, turned=256, registers=168), 0, 128),
-            c("64x128 w8 s3 p2 stack 128", t(64, 128, 8, 3, 2, **few), 0, 128, core=True),
-            c("64x64 w4 s3 p4 turned<64, chunk", t(64, 64, 4, 3, 4, **few), other),
-            c("64x128 w8 s3 p2 turned<64, chunk", t(64, 128, 8, 3, 2, **few), other, core=True),
-        ],
-        "expand_y": [
-            c("64x128 w4 s2 p8", t(64, 128, 4, 2, 8), core=True),
-            c("64x128 w4 s3 p8", t(64, 128, 4, 3, 8), core=True),
-            c("64x128 w4 s2 p4", t(64, 128, 4, 2, 4)),
-            c("64x128 w4 s2 p4, items of 512", t(64, 128, 4, 2, 4), 512, core=True),
-            c("64x128 w4 s2 p8, items halved", t(64, 128, 4, 2, 8), expand // 2),
-            c("64x256 w8 s2 p2", t(64, 256, 8, 2, 2, registers=128), core=True),
-            c("64x256 w8 s2 p4, items of 512", t(64, 256, 8, 2, 4, registers=128), 512),
-            c("128x128 w8 s2 p2", t(128, 128, 8, 2, 2, registers=128), core=True),
-            c("64x64 w4 s3 p8", t(64, 64, 4, 3, 8)),
-        ],
-        "expand_dx": [
-            c("64x128 w4 s2 p8", t(64, 128, 4, 2, 8), core=True),
-            c("64x128 w4 s3 p8", t(64, 128, 4, 3, 8), core=True),
-            c("64x128 w4 s2 p4", t(64, 128, 4, 2, 4)),
-            c("64x128 w4 s2 p4, items of 512", t(64, 128, 4, 2, 4), 512, core=True),
-            c("64x128 w4 s2 p8, items halved", t(64, 128, 4, 2, 8), expand // 2),
-            c("64x64 w4 s2 p8", t(64, 64, 4, 2, 8), core=True),
-            c("128x128 w8 s2 p2", t(128, 128, 8, 2, 2, registers=128)),
-        ],
-        "shrink": [
-            c("128x128 w8 s3 p1", t(128, 128, 8, 3, 1), block=128, core=True),
-            c("128x128 w8 s3 p1, more parts", t(128, 128, 8, 3, 1, parts=264), block=128),
-            c("128x64 w8 s3 p2", t(128, 64, 8, 3, 2, registers=128), block=128, core=True),
-            c("64x64 w4 s3 p3", t(64, 64, 4, 3, 3, parts=264, registers=168), core=True),
-            c("64x64 w4 s3 p2", t(64, 64, 4, 3, 2, parts=264)),
-            c("64x64 w4 s4 p2", t(64, 64, 4, 4, 2, parts=264), core=True),
-            c("64x64 w4 s4 p3", t(64, 64, 4, 4, 3, parts=264), core=True),
-            c("64x128 w4 s3 p2", t(64, 128, 4, 3, 2, parts=264)),
-            c("64x128 w4 s3 p1", t(64, 128, 4, 3, 1, parts=264)),
-        ],
-    }
-    name = "shrink" if kernel == "shrink_x" else kernel
-    usual = _default(name)
-    found: dict[tuple, Candidate] = {}
-    for one in [*lists[name], usual]:
-        found.setdefault((one.tuning, one.chunk, one.stack, one.block), one)
-    key = (usual.tuning, 0, 0, 0)
-    found[key] = replace(found[key], name=found[key].name + " *", core=True)
-    return list(found.values())
-
-
-class Layer:
-    """The tensors of one layer's group: activations, pools in half precision, gradients."""
-
-    def __init__(self, place: "Place", width: int, device: str, real: bool):
-        num_tokens = place.num_tokens
-        num_in, outs = place.features
-        dtype = torch.bfloat16 if device == "cuda" or not real else torch.float32
-        rows = sum(place.ranks)
-
-        def random(*shape, scale=1.0, dtype=dtype):
-            if not real:
-                return torch.empty(*shape, dtype=dtype)
-            return (torch.randn(*shape, device=device) * scale).to(dtype)
-
-        self.x = random(num_tokens, num_in)
-        self.dy = [random(num_tokens, o, scale=0.1) for o in outs]
-        self.s, self.ds = random(num_tokens, width), random(num_tokens, width)
-        self.a = random(rows * len(outs), num_in, scale=num_in**-0.5)
-        self.b = [random(rows, o, scale=0.1) for o in outs]
-        self.grad_a = random(rows * len(outs), num_in, dtype=torch.float32)
-        self.grad_b = [random(rows, o, dtype=torch.float32) for o in outs]
-        self.y = [torch.empty_like(dy) for dy in self.dy]
-        self.dx = torch.empty_like(self.x)
-        self.rows = torch.zeros(num_tokens, dtype=torch.int32, device=self.x.device)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a kernel runs: which model's group, how many tokens of how many jobs."""
-
-    model: str
-    group: str
-    num_tokens: int
-    jobs: int = 8
-
-    zero: bool = False
-    """Gradients are marked as zero, and not read."""
-
-    uneven: bool = False
-    """Jobs have from half to one and a half of their tokens."""
-
-    @property
-    def sequence(self) -> int:
-        """Tokens of one: so many jobs should have some."""
-        return 24 if self.model == "dry" else 512 if self.jobs <= 16 else 256
-
-    @property
-    def ranks(self) -> list[int]:
-        return [RANKS[i % len(RANKS)] for i in range(self.jobs)]
-
-    @property
-    def features(self) -> tuple:
-        return MODELS[self.model][self.group]
-
-    @property
-    def outs(self) -> tuple[int, ...]:
-        return self.features[1]
-
-    @property
-    def segments(self) -> list[Segment]:
-        """Jobs of one or more whole sequences, as many as fit, in the order of their ranks."""
-        per_job = max(1, self.num_tokens // self.sequence // self.jobs) * self.sequence
-        linears = len(self.outs)
-        segments, a_row, b_row, start = [], 0, 0, 0
-        for i, rank in enumerate(self.ranks):
-            share = 1 + (7 * i % 5 - 2) / 4 if self.uneven else 1
-            stop = min(start + round(share * per_job), self.num_tokens)
-            if stop > start:
-                ranks, b_rows = (rank,) * linears, (b_row,) * linears
-                segments.append(
-                    Segment(start, stop, a_row, ranks, b_rows, scale=16 / rank, zero_grad=self.zero)
-                )
-            start, a_row, b_row = stop, a_row + rank * linears, b_row + rank
-        return segments
-
-    def layout(self, candidate: Candidate) -> Layout:
-        return Layout(
-            num_tokens=self.num_tokens,
-            in_features=self.features[0],
-            out_features=self.outs,
-            max_segments=64,
-            max_rank=64,
-            dropout=False,
-            tiles=candidate.tiles(self.num_tokens),
-        )
-
-
-def part_of(layer: Layer, tile: int) -> torch.Tensor:
-    tiles = -(-max(dy.shape[1] for dy in layer.dy) // tile)
-    return layer.s.new_empty(tiles, *layer.s.shape)
-
-
-def launch(kernel: str, layer: Layer, blocks: Blocks, candidate: Candidate, part) -> None:
-    """One launch; `part` is what `reduce_b` writes and `sum` reads."""
-    n = blocks.layout.num_linears
-    common = (blocks, layer.rows, list(range(n)))
-    t = candidate.tuning
-    match kernel:
-        case "shrink_x":
-            forward.shrink(layer.s, [layer.x] * n, [layer.a] * n, *common, name=kernel, tuning=t)
-        case "expand_y":
-            forward.expand(layer.y, layer.s, layer.b, *common, name=kernel, write=True, tuning=t)
-        case "expand_dx":
-            forward.expand(
-                [layer.dx], layer.ds, [layer.a], *common, name=kernel, write=True, tuning=t
-            )
-        case "reduce_a":
-            backward.reduce(
-                [layer.grad_a] * n, layer.ds, [layer.x] * n, *common, name=kernel, tuning=t
-            )
-        case "reduce_b":
-            backward.reduce(
-                layer.grad_b, layer.s, layer.dy, *common, name=kernel, tuning=t, w=layer.b,
-                part=part,
-            )  # fmt: skip
-        case "sum":
-            features = [dy.shape[1] for dy in layer.dy]
-            backward.sum_parts(layer.ds, part, features, sum_tile(part, features), blocks, t)
-
-
-def sum_tile(part: torch.Tensor, features: list[int]) -> int:
-    return -(-max(features) // part.shape[0])
-
-
-def floor_us(kernel: str, place: Place, part_tiles: int) -> tuple[float, float]:
-    """Bytes that must move, and the time that they take: everything once, gradients twice."""
-    num_in, outs = place.features
-    present = [s for s in place.segments if s.stop > s.start]
-    rank_rows = sum(s.ranks[0] for s in present)
-    tokens = sum(s.stop - s.start for s in present)
-    n = len(outs)
-    s_bytes = 2 * n * sum((s.stop - s.start) * s.ranks[0] for s in present)
-    x, y = 2 * tokens * num_in, 2 * tokens * sum(outs)
-    a, b = rank_rows * n * num_in, rank_rows * sum(outs)
-    read, write = {
-        "shrink_x": (x + 2 * a, s_bytes),
-        "expand_y": (s_bytes + 2 * b, y),
-        "expand_dx": (s_bytes + 2 * a, x),
-        "reduce_a": (x + s_bytes + 4 * a, 4 * a),
-        "reduce_b": (y + s_bytes + 6 * b, 4 * b),
-        "sum": (s_bytes * part_tiles / n * sum(outs) / max(outs), s_bytes),
-    }[kernel]
-    return read + write, read / READ + write / WRITE
-
-
-class Reference:
-    """What a kernel must give for one layer's values, in float32."""
-
-    def __init__(self, layer: Layer, place: Place):
-        self.layer, self.segments = layer, place.segments
-        self.num_linears = len(place.outs)
-
-    def _pieces(self):
-        for segment in self.segments:
-            col, row = 0, segment.a_row
-            for i, rank in enumerate(segment.ranks):
-                tokens, columns = slice(segment.start, segment.stop), slice(col, col + rank)
-                b_rows = slice(segment.b_rows[i], segment.b_rows[i] + rank)
-                yield segment, i, tokens, columns, slice(row, row + rank), b_rows
-                col, row = col + rank, row + rank
-
-    def expected(self, kernel: str, part: torch.Tensor | None) -> list[torch.Tensor]:
-        layer = self.layer
-        like = {
-            "shrink_x": [layer.s],
-            "sum": [layer.ds],
-            "expand_y": layer.y,
-            "expand_dx": [layer.dx],
-            "reduce_a": [layer.grad_a],
-            "reduce_b": layer.grad_b,
-        }[kernel]
-        out = [torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in like]
-        for segment, i, tokens, columns, a_rows, b_rows in self._pieces():
-            if kernel == "shrink_x":
-                value = layer.x[tokens].float() @ layer.a[a_rows].float().T
-                out[0][tokens, columns] = segment.scale * value
-            elif kernel == "sum":
-                tiles = -(-layer.dy[i].shape[1] // sum_tile(part, [d.shape[1] for d in layer.dy]))
-                out[0][tokens, columns] = segment.scale * part[:tiles, tokens, columns].float().sum(
-                    0
-                )
-            elif kernel == "expand_y":
-                out[i][tokens] = layer.s[tokens, columns].float() @ layer.b[i][b_rows].float()
-            elif kernel == "expand_dx":
-                out[0][tokens] += layer.ds[tokens, columns].float() @ layer.a[a_rows].float()
-            elif kernel == "reduce_a":
-                out[0][a_rows] = layer.ds[tokens, columns].float().T @ layer.x[tokens].float()
-            else:
-                out[i][b_rows] = layer.s[tokens, columns].float().T @ layer.dy[i][tokens].float()
-        return out
-
-    def part_expected(self) -> torch.Tensor:
-        """dY B^T: what the parts of reduce_b must add up to."""
-        layer = self.layer
-        out = torch.zeros(layer.s.shape, dtype=torch.float32, device=layer.s.device)
-        for _, i, tokens, columns, _, b_rows in self._pieces():
-            out[tokens, columns] = layer.dy[i][tokens].float() @ layer.b[i][b_rows].float().T
-        return out
-
-    def written(self, kernel: str) -> torch.Tensor | None:
-        """Where S or dS is written at all."""
-        if kernel not in ("shrink_x", "sum"):
-            return None
-        mask = torch.zeros(self.layer.s.shape, dtype=torch.bool, device=self.layer.s.device)
-        for _, _, tokens, columns, _, _ in self._pieces():
-            mask[tokens, columns] = True
-        return mask
-
-
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.float() - expected).norm() / expected.norm().clamp(min=1e-30))
-
-
-def check(
-    kernel: str, layer: Layer, blocks: Blocks, candidate: Candidate, part, known: dict, place
-):
-    """The worst relative error, and the least that a twin 1 % off would show."""
-    reference = Reference(layer, place)
-    outputs = {
-        "shrink_x": [layer.s],
-        "sum": [layer.ds],
-        "expand_y": layer.y,
-        "expand_dx": [layer.dx],
-        "reduce_a": [layer.grad_a],
-        "reduce_b": layer.grad_b,
-    }[kernel]
-    key = (kernel, part.shape[0] if kernel == "sum" else 0)
-    if kernel == "sum":
-        known.pop(key, None)
-    if key not in known:
-        known[key] = reference.expected(kernel, part)
-    expected = known[key]
-    before = [o.clone() for o in outputs]
-    if not kernel.startswith("reduce"):
-        for output in outputs:
-            output.fill_(float("nan"))
-    elif part is not None:
-        part.fill_(float("nan"))
-    launch(kernel, layer, blocks, candidate, part)
-    mask = reference.written(kernel)
-    pairs = []
-    for output, old, right in zip(outputs, before, expected, strict=True):
-        found = output.float() - old if kernel.startswith("reduce") else output
-        if kernel.startswith("reduce") and place.zero:
-            # Rows of jobs without tokens stay as they are.
-            found = torch.where((right != 0).any(1, keepdim=True), output, found)
-        if mask is not None:
-            found, right = found[mask], right[mask]
-        pairs.append((found, right))
-    if kernel == "reduce_b":
-        if "parts" not in known:
-            known["parts"] = reference.part_expected()
-        mask = known["parts"] != 0
-        tile = candidate.tuning.features
-        sums = torch.zeros_like(known["parts"])
-        for _, i, tokens, columns, _, _ in reference._pieces():
-            tiles = -(-layer.dy[i].shape[1] // tile)
-            sums[tokens, columns] = part[:tiles, tokens, columns].float().sum(0)
-        pairs.append((sums[mask], known["parts"][mask]))
-    errors = [relative(found, right) for found, right in pairs]
-    twins = [relative(found, 1.01 * right) for found, right in pairs]
-    for output, old in zip(outputs, before, strict=True):
-        output.copy_(old)
-    limits = [LIMITS.get(kernel, LIMIT)] * len(outputs) + [LIMIT] * (len(pairs) - len(outputs))
-    ok = all(e < lim < t for e, t, lim in zip(errors, twins, limits, strict=True))
-    clean = not bool(blocks.finished.any())
-    return max(errors), min(twins), bool(ok and clean)
 
 
 def time_us(steps: list, rounds: int, device: str) -> float:
@@ -488,71 +71,6 @@ def time_us(steps: list, rounds: int, device: str) -> float:
         samples.append(start.elapsed_time(stop) * 1e3 / 2 / len(steps))
     graph.reset()
     return statistics.median(samples)
-
-
-_last_compiled: list = []
-
-
-def _remember_compiled() -> None:
-    """Keep what was compiled last, for its registers; the interpreter has none."""
-    original = JITFunction.run
-
-    def run(self, *args, **kwargs):
-        compiled = original(self, *args, **kwargs)
-        _last_compiled[:] = [compiled]
-        return compiled
-
-    JITFunction.run = run
-
-
-def resources() -> dict:
-    compiled = _last_compiled[0] if _last_compiled else None
-    if compiled is None:
-        return {}
-    return {
-        "registers": getattr(compiled, "n_regs", None),
-        "spills": getattr(compiled, "n_spills", None),
-        "shared": getattr(compiled.metadata, "shared", None),
-    }
-
-
-class _Compiler:
-    """Stands in for the device in processes that only fill Triton's cache on disk."""
-
-    def __init__(self, target):
-        self.target = target
-
-    def get_current_target(self):
-        return self.target
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device=0):
-        return 0
-
-
-def _start_compiler(target) -> None:
-    torch.set_num_threads(1)
-    driver.set_active(_Compiler(target))
-    original = JITFunction.run
-
-    def run(self, *args, **kwargs):
-        return original(self, *args, **{**kwargs, "warmup": True})
-
-    JITFunction.run = run
-
-
-def _compile(kernel: str, place: Place, candidate: Candidate, tile: int) -> str:
-    """Compile what `launch` would; the message if that fails."""
-    try:
-        layout = place.layout(candidate)
-        layer = Layer(place, layout.s_width, "cpu", real=False)
-        part = part_of(layer, tile) if tile else None
-        launch(kernel, layer, Blocks.new(layout, "cpu"), candidate, part)
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"
-    return ""
 
 
 def commit() -> str | None:
@@ -595,7 +113,7 @@ class Bench:
                         model, group, num_tokens, self.args.jobs, self.args.zero, self.args.uneven
                     )
                     for kernel in self.args.kernels:
-                        chosen = candidates(kernel, num_tokens)
+                        chosen = candidates(kernel, num_tokens, len(place.outs))
                         for candidate in filter(self.is_asked_for, chosen):
                             if index == 0 or candidate.core:
                                 for tile in self.tiles_of(kernel, candidate):
@@ -626,12 +144,12 @@ class Bench:
         target = driver.active.get_current_target()
         context = multiprocessing.get_context("spawn")
         self.pool = concurrent.futures.ProcessPoolExecutor(
-            self.args.workers, mp_context=context, initializer=_start_compiler, initargs=(target,)
+            self.args.workers, mp_context=context, initializer=start_compiler, initargs=(target,)
         )
         for place, kernel, candidate, tile in self.work():
             key = self.key(place, kernel, candidate, tile)
             if key not in self.compiled:
-                self.compiled[key] = self.pool.submit(_compile, kernel, place, candidate, tile)
+                self.compiled[key] = self.pool.submit(compile_only, kernel, place, candidate, tile)
 
     def compile_error(self, key) -> str:
         future = self.compiled.get(key)
@@ -849,7 +367,7 @@ def main() -> None:
         sys.exit("this benchmark needs a CUDA device, or --dry and TRITON_INTERPRET=1")
     torch.backends.cuda.matmul.allow_tf32 = False
     if not args.dry:
-        _remember_compiled()
+        remember_compiled()
         print(versions())
     bench = Bench(args)
     try:
