@@ -22,6 +22,9 @@ class Candidate:
     block: int = 0
     """Tokens of a block of `shrink`."""
 
+    flat: bool = False
+    """`reduce_b` as one loop (flat_reduce.py)."""
+
     core: bool = False
     """Timed for every model; the rest for the first only."""
 
@@ -61,8 +64,20 @@ def candidates(kernel: str, num_tokens: int, linears: int) -> list[Candidate]:
     other = 256 if num_tokens <= 2048 else 512
     expand = settings.expand_tokens(num_tokens)
     few = {"turned": 64, "registers": 128}
+    sent = {"turned": 64, "sent": 64}
     lists = {
         "reduce_b": [
+            c("sent", t(64, 256, 8, 4, 1, **sent)),
+            c("sent s3", t(64, 256, 8, 3, 1, **sent)),
+            c("sent snake", t(64, 256, 8, 4, 1, **sent, sharing="snake")),
+            c("sent reload", t(64, 256, 8, 3, 1, **sent, reload=True)),
+            c("sent reload snake", t(64, 256, 8, 3, 1, **sent, reload=True, sharing="snake")),
+            c("late reload", t(64, 256, 8, 3, 1, turned=64, reload=True)),
+            c("sent 64x128 w4 s3 p2", t(64, 128, 4, 3, 2, **sent)),
+            c("sent reload 64x128 w4 s2 p2", t(64, 128, 4, 2, 2, **sent, reload=True)),
+            c("flat s3", t(64, 256, 8, 3, 1, turned=64), flat=True),
+            c("flat s2", t(64, 256, 8, 2, 1, turned=64), flat=True),
+            c("flat 64x128 w4 s2 p2", t(64, 128, 4, 2, 2, turned=64), flat=True),
             c("one program per item", t(128, 256, 8, 2, 0), core=True),
             c("128x256 w8 s2 p1", t(128, 256, 8, 2, 1), core=True),
             c("128x256 w8 s2 p1 turned<64", t(128, 256, 8, 2, 1, turned=64), core=True),
@@ -84,6 +99,10 @@ def candidates(kernel: str, num_tokens: int, linears: int) -> list[Candidate]:
             c("8 w2 p16", t(8, 0, 2, 3, 16)),
         ],
         "reduce_a": [
+            c("sent", t(64, 64, 4, 3, 4, **few, sent=64)),
+            c("sent snake", t(64, 64, 4, 3, 4, **few, sent=64, sharing="snake")),
+            c("sent queue", t(64, 64, 4, 3, 4, **few, sent=64, sharing="queue")),
+            c("sent 64x128 w4 s3 p3", t(64, 128, 4, 3, 3, turned=64, registers=168, sent=64)),
             c("one program per item", t(64, 64, 4, 3, 0, registers=128), core=True),
             c("64x64 w4 s3 p4", t(64, 64, 4, 3, 4, registers=128), core=True),
             c("64x64 w4 s3 p4 turned<64", t(64, 64, 4, 3, 4, **few), core=True),
@@ -133,5 +152,5 @@ def candidates(kernel: str, num_tokens: int, linears: int) -> list[Candidate]:
     usual = _usual(name, linears)
     found: dict[tuple, Candidate] = {}
     for one in [usual, *_shared_otherwise(name, usual.tuning), *lists[name]]:
-        found.setdefault((one.tuning, one.chunk, one.stack, one.block), one)
+        found.setdefault((one.tuning, one.chunk, one.stack, one.block, one.flat), one)
     return list(found.values())

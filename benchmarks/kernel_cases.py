@@ -4,6 +4,7 @@ that a kernel must move."""
 from dataclasses import dataclass
 
 import torch
+from flat_reduce import flat_table, reduce_flat
 from kernel_candidates import Candidate
 
 from tlora.kernels.multi_lora import triton_backward as backward
@@ -24,7 +25,7 @@ MODELS = {
         "gate_up": (2048, (8192, 8192)),
         "down": (8192, (2048,)),
     },
-    "dry": {"qkv": (64, (64, 32, 32)), "down": (96, (64,))},
+    "dry": {"qkv": (64, (512, 256, 256)), "down": (96, (256,))},
 }
 LAYERS = {"8b": 32, "1b": 16, "dry": 1}
 RANKS = (8, 16, 32, 64)
@@ -142,6 +143,9 @@ def launch(kernel: str, layer: Layer, blocks: Blocks, candidate: Candidate, part
             backward.reduce(
                 [layer.grad_a] * n, layer.ds, [layer.x] * n, *common, name=kernel, tuning=t
             )
+        case "reduce_b" if candidate.flat:
+            table = flat_table(blocks, t.features)
+            reduce_flat(layer.grad_b, layer.s, layer.dy, blocks, table, t, layer.b, part)
         case "reduce_b":
             backward.reduce(
                 layer.grad_b, layer.s, layer.dy, *common, name=kernel, tuning=t, w=layer.b,

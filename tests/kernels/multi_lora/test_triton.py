@@ -167,6 +167,7 @@ SETTINGS = {
     "programs that walk the list": {"features": 16, "programs": 1},
     "rank tiles turned": {"features": 32, "programs": 1, "turned": 1024},
     "small rank tiles turned, no walk": {"features": 16, "turned": 32},
+    "B loaded with every block": {"features": 32, "programs": 1, "reload": True},
 }
 
 
@@ -249,11 +250,11 @@ def test_however_programs_share_a_list_every_item_is_done_once(name, sharing):
 
 
 @runs_kernels
-@pytest.mark.parametrize("early", [0, 64])
-def test_a_gradient_known_to_be_zero_is_written_and_not_read(early):
+@pytest.mark.parametrize("added", [{}, {"early": 64}, {"sent": 64}], ids=str)
+def test_a_gradient_known_to_be_zero_is_written_and_not_read(added):
     """NaN lies where the zeros would: the same bits, with partial sums and without. A neighbour's
     gradient is added to as ever, and without the mark the NaN would stay."""
-    tuning = triton_forward.Tuning(tokens=16, features=32, programs=1, early=early)
+    tuning = triton_forward.Tuning(tokens=16, features=32, programs=1, **added)
     segments = [segment(0, 14, 3, (16, 16, 16), 0), segment(20, 50, 60, (5, 7, 9), 30)]
     usual = gradients(Problem(segments, torch.float32), tuning)
     one, other = segments
@@ -270,19 +271,25 @@ def test_a_gradient_known_to_be_zero_is_written_and_not_read(early):
 
 @runs_kernels
 def test_when_a_gradient_is_read_changes_no_bit():
-    """Before the tokens or after them; of jobs with sums in one part and in several, and of one in
-    two segments."""
+    """Before the tokens, after them, or by the memory itself; of jobs with sums in one part and in
+    several, and of one in two segments."""
     segments = [segment(0, 14, 3, (16, 16, 16), 0), segment(14, 40, 60, (5, 7, 9), 30)]
     segments += [segment(start, start + 5, 100, (3, 2, 4), 55) for start in (40, 45)]
     problem = Problem(segments, torch.float32)
     generator = torch.Generator().manual_seed(3)
     pools = (problem.a, *problem.b)
     before = [torch.randn(*each.shape, generator=generator).to(DEVICE) for each in pools]
-    late, early, zero = (
-        gradients(problem, triton_forward.Tuning(tokens=16, features=32, early=up_to), before=start)
-        for up_to, start in ((0, before), (64, before), (64, None))
+    late, early, sent, zero = (
+        gradients(problem, triton_forward.Tuning(tokens=16, features=32, **added), before=start)
+        for added, start in (
+            ({}, before),
+            ({"early": 64}, before),
+            ({"sent": 64}, before),
+            ({"early": 64}, None),
+        )
     )
-    assert all(torch.equal(u, v) for u, v in zip(late, early, strict=True))
+    for other in (early, sent):
+        assert all(torch.equal(u, v) for u, v in zip(late, other, strict=True))
     assert not any(torch.equal(u, v) for u, v in zip(late, zero, strict=True))
 
 

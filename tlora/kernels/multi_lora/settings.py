@@ -29,9 +29,6 @@ class Tuning:
     """Programs per multiprocessor, each of which takes every n-th item of the list. 0: one program
     per item that the list has room for, most of which find nothing to do."""
 
-    sharing: str = "turns"
-    """One of SHARINGS, where programs take several items."""
-
     parts: int = 132
     """`shrink`: programs that a small bucket is cut into along the features. A number, not the
     device's: bits depend on it."""
@@ -42,6 +39,17 @@ class Tuning:
 
     early: int = 0
     """`reduce`: of rank tiles up to this the gradient is read before the tokens, not after them."""
+
+    sent: int = 0
+    """`reduce`: of rank tiles up to this the sum is sent to the memory, which adds it; the gradient
+    is not read at all."""
+
+    reload: bool = False
+    """`reduce_b`: the tile of B is loaded with every block of tokens, ahead like them, and not
+    before the first, which would wait for it."""
+
+    sharing: str = "turns"
+    """One of SHARINGS, where programs take several items."""
 
     @property
     def limits(self) -> dict[str, int]:
@@ -284,7 +292,7 @@ def _reduce_bytes(kernel: str, shape: Shape, tuning: Tuning, depth: int, capabil
     most = depth * (p + q)
     if fused:
         # B, and the part of dS before it is stored.
-        most += w + p
+        most += (depth * w if tuning.reload else w) + p
     elif shape.dropout:
         # What is masked goes back for the product; the rows' numbers are loaded ahead too.
         most += q + depth * tuning.tokens * 4

@@ -59,15 +59,19 @@ INDEX = tl.constexpr(lists.INDEX)
 GROUP = tl.constexpr(lists.GROUP)
 ZERO = tl.constexpr(lists.ZERO)
 
+SUBNORMAL = tl.constexpr(2.0**-126)
+
 SUM_PARTS = 8
 """Parts that are on their way at once."""
 
 
 @triton.jit
 def _reduce_loop(
-    p_p, p_q, p_rows, p_part, b_w, o_r, m_r, o_n, m_n, start, count, n, threshold, key,
+    p_p, p_q, p_rows, p_part, p_w, b_w, o_g, m_g, o_r, m_r, o_n, m_n, start, count, n,
+    threshold, key,
     W: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
     DROP: tl.constexpr, FUSED: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr,
+    RELOAD: tl.constexpr,
 ):  # fmt: skip
     """P^T drop(Q) [BR, BN] of the tokens from `start`."""
     b_g = tl.zeros([BN if TURNED else BR, BR if TURNED else BN], dtype=tl.float32)
@@ -77,7 +81,7 @@ def _reduce_loop(
     o_t = tl.arange(0, BT)
     o_p = o_t[:, None] * W + o_r[None, :]
     o_q = o_t[:, None] * n + o_n[None, :]
-    for i_t in range(0, count, BT):
+    for i_t in tl.range(0, count, BT, disable_licm=RELOAD):
         m_t = o_t < count - i_t
         i_t64 = start + i_t
         m_p = m_t[:, None] & m_r[None, :]
@@ -94,7 +98,10 @@ def _reduce_loop(
         else:
             b_g = tl.dot(tl.trans(b_p), b_q, b_g, input_precision="ieee")
         if FUSED:
-            b_d = tl.dot(b_q, tl.trans(b_w), input_precision="ieee")  # [BT, BR]
+            b_now = b_w
+            if RELOAD:
+                b_now = tl.load(p_w + o_g, mask=m_g, other=0.0).to(b_q.dtype)
+            b_d = tl.dot(b_q, tl.trans(b_now), input_precision="ieee")  # [BT, BR]
             tl.store(p_part + i_t64 * W + o_p, b_d.to(p_part.dtype.element_ty), mask=m_p)
     if TURNED:
         b_g = tl.trans(b_g)
@@ -104,10 +111,17 @@ def _reduce_loop(
 @triton.jit
 def _add_gradient(
     p_g, p_sums, p_done, p_row, b_g, b_old, o_g, m_g, m_old, o_r, o_n, rank, size,
-    MAX_N: tl.constexpr, EARLY: tl.constexpr,
+    MAX_N: tl.constexpr, EARLY: tl.constexpr, SENT: tl.constexpr,
 ):  # fmt: skip
     """The pool's gradient += b_g, or the sum of the job's partial sums if there are several."""
-    if size == 1:
+    if size == 1 and SENT:
+        # One addition per value and launch: its order is that of the launches.
+        # The memory takes subnormal numbers for zero: so must who adds to nothing.
+        if tl.load(p_row + ZERO) == 0:
+            tl.atomic_add(p_g + o_g, b_g, mask=m_g, sem="relaxed")
+        else:
+            tl.store(p_g + o_g, tl.where(tl.abs(b_g) < SUBNORMAL, 0.0, b_g), mask=m_g)
+    elif size == 1:
         if not EARLY:
             b_old = tl.load(p_g + o_g, mask=m_old, other=0.0)
         tl.store(p_g + o_g, b_old + b_g, mask=m_g)
@@ -133,7 +147,7 @@ def _reduce_piece(
     p_g, p_sums, p_done, p_p, p_q, p_w, p_part, p_rows, p_row, rank, n, i_n, linear,
     MAX_N: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
     DROPOUT: tl.constexpr, FUSED: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY: tl.constexpr, SENT: tl.constexpr, RELOAD: tl.constexpr,
 ):  # fmt: skip
     start, count = tl.load(p_row + START).to(tl.int64), tl.load(p_row + COUNT)
     w_row = tl.load(p_row + W_ROW).to(tl.int64)
@@ -161,24 +175,25 @@ def _reduce_piece(
     if EARLY:
         # On its way while the tokens are walked.
         b_old = tl.load(p_g + o_g, mask=m_old & (size == 1), other=0.0)
-    if FUSED:
+    if FUSED and not RELOAD:
         b_w = tl.load(p_w + o_g, mask=m_g, other=0.0).to(p_q.dtype.element_ty)  # [BR, BN]
     if DROPOUT:
         if threshold == 0:
-            b_g = _reduce_loop(p_p, p_q, p_rows, p_part, b_w, o_r, m_r, o_n, m_n, start, count, n,
-                               threshold, key, W, BT, BN, BR,
-                               False, FUSED, EVEN, TURNED)  # fmt: skip
+            b_g = _reduce_loop(p_p, p_q, p_rows, p_part, p_w, b_w, o_g, m_g, o_r, m_r, o_n, m_n,
+                               start, count, n, threshold, key, W, BT, BN, BR,
+                               False, FUSED, EVEN, TURNED, RELOAD)  # fmt: skip
         else:
             key = linear_key(uint_bits(tl.load(p_row + KEY)), linear)
-            b_g = _reduce_loop(p_p, p_q, p_rows, p_part, b_w, o_r, m_r, o_n, m_n, start, count, n,
-                               threshold, key, W, BT, BN, BR,
-                               True, FUSED, EVEN, TURNED)  # fmt: skip
+            b_g = _reduce_loop(p_p, p_q, p_rows, p_part, p_w, b_w, o_g, m_g, o_r, m_r, o_n, m_n,
+                               start, count, n, threshold, key, W, BT, BN, BR,
+                               True, FUSED, EVEN, TURNED, RELOAD)  # fmt: skip
             b_g *= keep
     else:
-        b_g = _reduce_loop(p_p, p_q, p_rows, p_part, b_w, o_r, m_r, o_n, m_n, start, count, n,
-                           threshold, key, W, BT, BN, BR, False, FUSED, EVEN, TURNED)  # fmt: skip
+        b_g = _reduce_loop(p_p, p_q, p_rows, p_part, p_w, b_w, o_g, m_g, o_r, m_r, o_n, m_n,
+                           start, count, n, threshold, key, W, BT, BN, BR,
+                           False, FUSED, EVEN, TURNED, RELOAD)  # fmt: skip
     _add_gradient(p_g, p_sums, p_done, p_row, b_g, b_old, o_g, m_g, m_old, o_r, o_n, rank, size,
-                  MAX_N, EARLY)  # fmt: skip
+                  MAX_N, EARLY, SENT)  # fmt: skip
 
 
 @triton.jit
@@ -189,7 +204,7 @@ def _reduce_item(
     W: tl.constexpr, NUM: tl.constexpr, TILES: tl.constexpr, ENDS: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, CLASSES: tl.constexpr, DROPOUT: tl.constexpr,
     FUSED: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, TURNED: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY: tl.constexpr, SENT: tl.constexpr, RELOAD: tl.constexpr,
 ):  # fmt: skip
     i_row, i_n = place_of(p_table, i_item, ENDS, BN, N0, N1, N2)
     p_row = p_table + (first_row + i_row) * COLUMNS
@@ -208,7 +223,7 @@ def _reduce_item(
             _reduce_piece(p_g, p_sums, p_done, p_p, p_q, p_w, p_part, p_rows, p_row, rank, n,
                           i_n, linear, MAX_N, W, BT, BN, 16 << i,
                           DROPOUT, FUSED, EVEN, (16 << i) < TURNED,
-                          (16 << i) <= EARLY)  # fmt: skip
+                          (16 << i) <= EARLY, (16 << i) <= SENT, RELOAD)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_row", "linear_0", "linear_1", "linear_2", "part_stride"])
@@ -219,7 +234,8 @@ def reduce_kernel(
     W: tl.constexpr, NUM: tl.constexpr, TILES: tl.constexpr, ENDS: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, CLASSES: tl.constexpr, DROPOUT: tl.constexpr,
     FUSED: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, TURNED: tl.constexpr,
-    EARLY: tl.constexpr, LOOP: tl.constexpr, SHARING: tl.constexpr,
+    EARLY: tl.constexpr, SENT: tl.constexpr, RELOAD: tl.constexpr, LOOP: tl.constexpr,
+    SHARING: tl.constexpr,
 ):  # fmt: skip
     """grad[rank rows, features] += P^T drop(Q) over a chunk of a job: S and dY, or dS and X."""
     total = num_items(p_table, LIST, ENDS, BN, N0, N1, N2)
@@ -232,7 +248,8 @@ def reduce_kernel(
                              p_w0, p_w1, p_w2, p_part, p_rows, p_table, first_row, i_item,
                              linear_0, linear_1, linear_2, part_stride,
                              N0, N1, N2, MAX_N, W, NUM, TILES, ENDS, BT, BN,
-                             CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED, EARLY)  # fmt: skip
+                             CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED, EARLY, SENT,
+                             RELOAD)  # fmt: skip
         leave_queue(p_done)
     elif LOOP:
         for i_round in tl.range(0, num_rounds(total, SHARING), disable_licm=True):
@@ -240,13 +257,14 @@ def reduce_kernel(
                          p_w0, p_w1, p_w2, p_part, p_rows, p_table, first_row,
                          item_of(i_round, SHARING), linear_0, linear_1, linear_2, part_stride,
                          N0, N1, N2, MAX_N, W, NUM, TILES, ENDS, BT, BN,
-                         CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED, EARLY)  # fmt: skip
+                         CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED, EARLY, SENT,
+                         RELOAD)  # fmt: skip
     elif i_item < total:
         _reduce_item(p_g0, p_g1, p_g2, p_sums, p_done, p_p, p_q0, p_q1, p_q2,
                      p_w0, p_w1, p_w2, p_part, p_rows, p_table, first_row, i_item,
                      linear_0, linear_1, linear_2, part_stride,
                      N0, N1, N2, MAX_N, W, NUM, TILES, ENDS, BT, BN,
-                     CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED, EARLY)  # fmt: skip
+                     CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED, EARLY, SENT, RELOAD)  # fmt: skip
 
 
 @triton.jit
@@ -329,8 +347,8 @@ def reduce(
         lists.ENDS.get(name, 0), tuning.tokens, tuning.features,
         rank_classes(layout.most_rank(name)),
         dropout, fused, all(size % tuning.features == 0 for size in features),
-        alignment(features), tuning.turned, tuning.early, tuning.programs > 0,
-        SHARINGS.index(tuning.sharing),
+        alignment(features), tuning.turned, tuning.early, tuning.sent, tuning.reload,
+        tuning.programs > 0, SHARINGS.index(tuning.sharing),
         num_warps=tuning.warps, num_stages=tuning.stages, **tuning.limits,
     )  # fmt: skip
 
