@@ -203,7 +203,6 @@ def _flat_class(
         b_p = tl.load(p_p + i_t64 * W + col + o_p, mask=m_p, other=0.0)  # [BT, BR]
         b_q = tl.load(p_q + o_t[:, None] * n + o_n[None, :], mask=m_t[:, None], other=0.0)
         b_w = tl.load(p_w + o_w, mask=(o_r < rank)[:, None], other=0.0)  # [BR, BN]
-        b_g = tl.where(is_new, 0.0, b_g)
         if TURNED:
             b_g = tl.dot(tl.trans(b_q), b_p, b_g, input_precision="ieee")
         else:
@@ -211,7 +210,8 @@ def _flat_class(
         b_d = tl.dot(b_q, tl.trans(b_w), input_precision="ieee")  # [BT, BR]
         p_d = p_part + i_n * tl.multiple_of(part_stride.to(tl.int64), 8) + i_t64 * W + col
         tl.store(p_d + o_p, b_d.to(p_part.dtype.element_ty), mask=m_p)
-        if i_t + BT >= count:
+        is_last = i_t + BT >= count
+        if is_last:
             size = tl.load(p_row + SIZE)
             is_stored = (size > 1) | (tl.load(p_row + ZERO) != 0)
             p_g = pick(i_l, p_g0, p_g1, p_g2, NUM) + w_row * n + i_n * BN
@@ -226,6 +226,7 @@ def _flat_class(
                 _put(p_out + o_n[:, None] + o_r[None, :] * width, b_g, m_r[None, :], is_stored)
             else:
                 _put(p_out + o_r[:, None] * width + o_n[None, :], b_g, m_r[:, None], is_stored)
+        b_g = tl.where(is_last, 0.0, b_g)
     if most > 1:
         # Jobs whose sums are in several parts. Not in the loop above: a loop inside it would keep
         # its loads from being asked for ahead.
