@@ -1,4 +1,4 @@
-"""Trains job files in forked children and kills them with SIGKILL, again and again, until they are
+"""Trains job files in forked children that are killed with SIGKILL, again and again, until they are
 done.
 
 A process of its own: it only imports before it forks, so that no thread of torch is forked with it.
@@ -10,8 +10,10 @@ PLAN is a JSON file: `{"threads": 1, "runs": [{"job_file", "output", "kills", "s
 the kills come in a life's first half second; the others some milliseconds after as many
 nano-batches as the seed says, up to `nano_batches`: counted and not timed, so that a fast machine
 is not through before and a slow one gets on. With `saves`, the name of a job, every other life also
-reaches a checkpoint more of it, however slow the disk is. What is printed last is a JSON list with
-an `Outcome` for each run.
+reaches a checkpoint more of it, and training waits for the disk in it: a slow one would have the
+first when all is over. A thread of the child's own does the killing: on a busy machine it gets on
+as the child does, where another process would look too late. What is printed last is a JSON list
+with an `Outcome` for each run.
 """
 
 import json
@@ -19,7 +21,9 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -30,6 +34,7 @@ from tlora.core.job import RunSpec
 from tlora.core.sweep import SweepSpec
 from tlora.runtime import training
 from tlora.runtime.sweeps.tune import tune
+from tlora.runtime.writing import Order, Writer
 from tlora.training.exactness import Exactness
 
 PATIENCE_SECONDS = 120.0
@@ -62,7 +67,26 @@ def let_leak() -> None:
     training.show_exact = unproved
 
 
-def start(spec: RunSpec | SweepSpec, output: Path, *, threads: int, leaks: bool) -> int:
+def let_disk_keep_up() -> None:
+    hand_over = Writer.submit
+
+    def submit(self: Writer, order: Order) -> None:
+        hand_over(self, order)
+        self.flush()
+
+    Writer.submit = submit
+
+
+def start(
+    spec: RunSpec | SweepSpec,
+    output: Path,
+    *,
+    threads: int,
+    leaks: bool,
+    waits: bool = False,
+    until: Callable[[], None] | None = None,
+) -> int:
+    """A child; when `until` returns, it is killed."""
     child = os.fork()
     if child:
         return child
@@ -72,8 +96,12 @@ def start(spec: RunSpec | SweepSpec, output: Path, *, threads: int, leaks: bool)
     status = 1
     try:
         torch.set_num_threads(threads)
+        if until is not None:
+            threading.Thread(target=kill_after, args=[until], daemon=True).start()
         if leaks:
             let_leak()
+        if waits:
+            let_disk_keep_up()
         if isinstance(spec, SweepSpec):
             status = int(tune(spec, output=output).best is None)
         else:
@@ -82,17 +110,14 @@ def start(spec: RunSpec | SweepSpec, output: Path, *, threads: int, leaks: bool)
         os._exit(status)
 
 
-def over(child: int) -> bool:
-    """It has exited; its status is left to be collected."""
-    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+def kill_after(until: Callable[[], None]) -> None:
+    until()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def wait_for_nano_batches(child: int, events: Path, size: int, wanted: int) -> None:
-    """Until this life has written so many beyond the first `size` bytes, or has exited."""
+def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < deadline and not over(child):
-        if events.exists() and events.read_bytes()[size:].count(b'"nano_batch"') >= wanted:
-            return
+    while time.monotonic() < deadline and not condition():
         time.sleep(0.002)
 
 
@@ -100,13 +125,30 @@ def checkpoints_of(output: Path, job: str) -> set[Path]:
     return set((output / job / "checkpoints").glob("step-*"))
 
 
-def wait_for_a_checkpoint(child: int, output: Path, job: str, before: set[Path]) -> None:
-    """Of this job: others may be steps ahead of it."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < deadline and not over(child):
-        if checkpoints_of(output, job) - before:
-            return
-        time.sleep(0.002)
+def end_of_life(
+    generator: random.Random, output: Path, *, nano_batches: int, saves: str | None
+) -> Callable[[], None]:
+    """Returns when the next life is to end; `saves`: after a checkpoint of this job, others may be
+    steps ahead of it."""
+    if generator.random() < 0.25:
+        early = generator.uniform(0.0, START_SECONDS)
+        return lambda: time.sleep(early)
+    wanted = generator.randint(0, nano_batches)
+    later = generator.uniform(0.0, LATER_SECONDS)
+    events = output / "events.jsonl"
+    size = events.stat().st_size if events.exists() else 0
+    saved = checkpoints_of(output, saves) if saves else set()
+
+    def has_written() -> bool:
+        return events.exists() and events.read_bytes()[size:].count(b'"nano_batch"') >= wanted
+
+    def until() -> None:
+        wait_for(has_written)
+        if saves:
+            wait_for(lambda: bool(checkpoints_of(output, saves) - saved))
+        time.sleep(later)
+
+    return until
 
 
 def found_of(output: Path, job: str) -> str:
@@ -121,28 +163,17 @@ def carry_out(run: dict, threads: int) -> Outcome:
     output = Path(run["output"])
     spec = load_sweep(run["job_file"]) if run.get("sweep") else load_spec(run["job_file"])
     jobs = [] if isinstance(spec, SweepSpec) else [job.name for job in spec.jobs]
-    events = output / "events.jsonl"
-    waits_for = run.get("saves")
     outcome = Outcome()
     started = time.monotonic()
 
-    def live() -> int:
-        return start(spec, output, threads=threads, leaks=run.get("leaks", False))
+    def live(until: Callable[[], None] | None = None, *, waits: bool = False) -> int:
+        leaks = run.get("leaks", False)
+        return start(spec, output, threads=threads, leaks=leaks, waits=waits, until=until)
 
     while outcome.killed < run.get("kills", 0):
-        size = events.stat().st_size if events.exists() else 0
-        saved = checkpoints_of(output, waits_for) if waits_for else set()
-        child = live()
-        if generator.random() < 0.25:
-            time.sleep(generator.uniform(0.0, START_SECONDS))
-        else:
-            wanted = generator.randint(0, run["nano_batches"])
-            wait_for_nano_batches(child, events, size, wanted)
-            if waits_for and outcome.killed % 2 == 0:
-                wait_for_a_checkpoint(child, output, waits_for, saved)
-            time.sleep(generator.uniform(0.0, LATER_SECONDS))
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
+        saves = run.get("saves") if outcome.killed % 2 == 0 else None
+        until = end_of_life(generator, output, nano_batches=run["nano_batches"], saves=saves)
+        _, status = os.waitpid(live(until, waits=saves is not None), 0)
         if os.WIFEXITED(status):
             break
         outcome.killed += 1
