@@ -20,16 +20,13 @@ from tlora.cli.output import print_error
 from tlora.core.errors import SpecError
 from tlora.core.job import Isolation, RunSpec
 from tlora.core.plan import Plan
-from tlora.runtime.group.launched import Started, failed_before, started_ranks
+from tlora.runtime.group.launched import SPOKEN_S, Started, failed_before, started_ranks
 
 if TYPE_CHECKING:
     from tlora.runtime.elastic.roll import Again
     from tlora.runtime.training import RunResult
 
 AUTO = "auto"
-SPOKEN_S = 3.0
-"""In which the rank that speaks for all has said why the group ends."""
-
 DEFAULT_POLICY = "tlora"
 
 
