@@ -20,6 +20,7 @@ from tlora.cli.output import print_error
 from tlora.core.errors import SpecError
 from tlora.core.job import Isolation, RunSpec
 from tlora.core.plan import Plan
+from tlora.runtime.directory import RunDirectory
 from tlora.runtime.group.launched import SPOKEN_S, Started, failed_before, started_ranks
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class _Run:
     @property
     def before(self) -> Path | None:
         """Where an earlier run is gone on with."""
-        return None if self.fresh else self.folder
+        return self.folder if not self.fresh and RunDirectory(self.folder).is_run else None
 
     def over_devices(self, policy: str) -> "RunResult":
         """As the planner says: a worker on each device, or one group. Policies are of workers: to

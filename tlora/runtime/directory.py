@@ -26,6 +26,10 @@ TENSORBOARD_FILES = "events.out.tfevents.*"
 HOLDER = ".holder.json"
 """Who has the directory, for whoever is refused; of no meaning while nobody has it."""
 
+REMOVING = ".removing"
+"""A run that is started over is being removed, and is a run no more: whoever is killed at that
+leaves the rest to the next one."""
+
 PATIENCE_S = 1.0
 """So long a directory is tried for: who looks whether somebody is at work has it for a moment."""
 
@@ -110,14 +114,14 @@ class RunDirectory:
 
     def create(self, *, fresh: bool) -> None:
         """Make the directory and take it, unless that is done; with `fresh`, clear it of an earlier
-        run."""
+        run, and otherwise of one that somebody was about to clear it of."""
         if self.root.exists() and not self.root.is_dir():
             raise SpecError(f"--output: {self.root} is a file; name a directory")
         with self._usable():
             self.root.mkdir(parents=True, exist_ok=True)
             if self._lock is None:
                 self.take()
-            if fresh:
+            if fresh or (self.root / REMOVING).exists():
                 self._remove_run()
 
     @contextlib.contextmanager
@@ -161,16 +165,23 @@ class RunDirectory:
 
     def _remove_run(self) -> None:
         """What a run has written, and nothing else: a person's files may lie beside it."""
+        mark = self.root / REMOVING
+        if self.is_run:
+            os.replace(self.root / "run.json", mark)
+        else:
+            mark.touch()
         for path in list(self.root.iterdir()):
             if path.name in RUN_FILES:
                 remove(path)
             elif path.is_dir() and any((path / name).exists() for name in JOB_FILES):
-                for name in JOB_FILES:
-                    remove(path / name)
+                # First what a job's directory is not known by.
                 for file in path.glob(TENSORBOARD_FILES):
                     remove(file)
+                for name in JOB_FILES:
+                    remove(path / name)
                 if not any(path.iterdir()):
                     path.rmdir()
+        mark.unlink()
 
     def job(self, name: str) -> Path:
         path = self.root / name
