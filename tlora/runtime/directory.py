@@ -17,6 +17,7 @@ from typing import IO
 from tlora.core.errors import SpecError
 from tlora.core.job import RUN_FILES
 from tlora.runtime.environment import own_command
+from tlora.runtime.holding import Holder, keepers, way_out
 
 JOB_FILES = ("metrics.jsonl", "result.json", "checkpoints", "adapter", "best", "trackers.json")
 """What a run writes into a job's directory."""
@@ -58,32 +59,6 @@ class JobResult:
     best_adapter: str | None
     serving: list[str] = field(default_factory=list[str])
     """Commands that serve the adapter."""
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """Who has a directory."""
-
-    pid: int
-    host: str
-    command: str
-
-    def __str__(self) -> str:
-        workers = "workers that are left of " if self.is_gone else ""
-        return f" ({workers}process {self.pid} on {self.host}: {self.command})"
-
-    @property
-    def is_gone(self) -> bool:
-        """As far as can be seen from here."""
-        if self.host != socket.gethostname():
-            return False
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except OSError:
-            pass
-        return False
 
 
 class RunDirectory:
@@ -141,14 +116,13 @@ class RunDirectory:
         handle = os.open(self.root, os.O_RDONLY)
         began = time.monotonic()
         while not _locks(handle):
-            holder = self._holder()
-            patience = ORPHANS_S if holder is not None and holder.is_gone else PATIENCE_S
-            if time.monotonic() - began > patience:
-                os.close(handle)
-                raise SpecError(
-                    f"--output: another tlora is at work in {self.root}{holder or ''}; wait for "
-                    "it, or name another directory"
-                )
+            waited_s = time.monotonic() - began
+            if waited_s > PATIENCE_S:
+                try:
+                    self._refuse_unless_orphaned(waited_s)
+                except SpecError:
+                    os.close(handle)
+                    raise
             time.sleep(0.05)
         self._lock = handle
         if named:
@@ -156,7 +130,18 @@ class RunDirectory:
             with contextlib.suppress(OSError):
                 self.write_json(self.root / HOLDER, asdict(about))
 
-    def _holder(self) -> "Holder | None":
+    def _refuse_unless_orphaned(self, waited_s: float) -> None:
+        """Raises SpecError, unless who took it is gone and its workers are about to be."""
+        holder, keeping = self._holder(), keepers(self.root)
+        orphaned = holder is not None and holder.is_gone
+        ending = any(not each.is_stopped for each in keeping) or not keeping
+        if not orphaned or not ending or waited_s > ORPHANS_S:
+            raise SpecError(
+                f"--output: another tlora is at work in {self.root}{holder or ''}; "
+                f"{way_out(holder, keeping)}"
+            )
+
+    def _holder(self) -> Holder | None:
         """Where it is known."""
         try:
             return Holder(**json.loads((self.root / HOLDER).read_text(encoding="utf-8")))
