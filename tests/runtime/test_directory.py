@@ -164,11 +164,20 @@ def test_a_removal_that_was_cut_off_is_brought_to_its_end(
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} - {"a"} == {*own, "b"}
 
 
-def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path: Path) -> None:
-    """In words."""
+def test_a_place_that_cannot_be_used_is_refused_before_anything_is_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In words: a file there or above it, or a directory that is not this person's."""
     (tmp_path / "run").touch()
-    with pytest.raises(SpecError, match="run is a file"):
-        RunDirectory(tmp_path / "run").create(fresh=True)
+    for place in (tmp_path / "run", tmp_path / "run" / "deep"):
+        for use in (RunDirectory.take_if_there, lambda run: run.create(fresh=True)):
+            with pytest.raises(SpecError, match=r"--output: .*/run is a file"):
+                use(RunDirectory(place))
+    # Whoever runs this may write everywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    for name in ("", "new", "new/deep"):
+        with pytest.raises(SpecError, match="cannot be used: Permission denied"):
+            RunDirectory(tmp_path / name).take_if_there()
 
 
 def test_every_appended_record_is_a_whole_line_at_once(tmp_path: Path) -> None:

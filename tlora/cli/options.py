@@ -30,6 +30,13 @@ AdapterDirectory = Annotated[
 ]
 
 
+def named_directory(text: str) -> Path:
+    """An empty word, as of a variable that is not set, would be the directory that one is in."""
+    if not text.strip():
+        raise typer.BadParameter("names no directory")
+    return Path(text)
+
+
 STARTED_OVER = ("fresh", "yes")
 """Options that are not said again: nothing is started over."""
 

@@ -14,6 +14,7 @@ from tlora.cli.options import (
     PolicyOption,
     ProfileOption,
     command_again,
+    named_directory,
     said,
 )
 from tlora.cli.output import print_error
@@ -39,6 +40,7 @@ def train(
         typer.Option(
             "--output",
             metavar="DIR",
+            parser=named_directory,
             help="Where adapters, metrics and checkpoints go.",
             show_default="runs/<file stem>",
         ),
@@ -110,6 +112,7 @@ def train(
     elif devices == 1:
         from tlora.runtime.training import train as train_run
 
+        _check_unused(policy, profile)
         result = train_run(spec, output=folder, fresh=fresh, again=again)
     else:
         result = run.over_devices(policy)
@@ -232,6 +235,16 @@ def _end_if_failed(jobs: list[str], folder: Path, started: Started | None) -> No
         # A launcher ends all ranks with the first that leaves: who speaks must come to it.
         time.sleep(SPOKEN_S)
     raise typer.Exit(1)
+
+
+def _check_unused(policy: str, profile: str | None) -> None:
+    """On one device nobody asks for them; a name that there is not is a mistake all the same."""
+    from tlora.costs.profile import find_profile
+    from tlora.runtime.planning import check_policy
+
+    check_policy(policy)
+    if profile is not None:
+        find_profile(profile)
 
 
 def _say(sentence: str) -> None:

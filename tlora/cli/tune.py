@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora.cli.options import Overrides, ProfileOption, check_place, command_again
+from tlora.cli.options import Overrides, ProfileOption, check_place, command_again, named_directory
 from tlora.cli.output import print_error
 from tlora.cli.train import ask_to_start_over
 from tlora.core.errors import SpecError
@@ -28,6 +28,7 @@ def tune(
         typer.Option(
             "--output",
             metavar="DIR",
+            parser=named_directory,
             help="Where trials, decisions and the winner go.",
             show_default="runs/<file stem>",
         ),

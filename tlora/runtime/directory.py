@@ -2,6 +2,7 @@
 there."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -80,18 +81,20 @@ class RunDirectory:
         """It holds a run, finished or not."""
         return (self.root / "run.json").exists()
 
+    @property
+    def is_sweep(self) -> bool:
+        return (self.root / "study.json").exists()
+
     def take_if_there(self) -> None:
         """Before anything in it is read: nobody else changes it from here on. One that is not there
-        is taken by `create`."""
-        if self.root.is_dir():
-            with self._usable():
+        is taken by `create`; whether it can be made is said here, before data are prepared."""
+        with self._usable():
+            if self.root.is_dir():
                 self.take()
 
     def create(self, *, fresh: bool) -> None:
         """Make the directory and take it, unless that is done; with `fresh`, clear it of an earlier
         run, and otherwise of one that somebody was about to clear it of."""
-        if self.root.exists() and not self.root.is_dir():
-            raise SpecError(f"--output: {self.root} is a file; name a directory")
         with self._usable():
             self.root.mkdir(parents=True, exist_ok=True)
             if self._lock is None:
@@ -102,6 +105,13 @@ class RunDirectory:
     @contextlib.contextmanager
     def _usable(self) -> Iterator[None]:
         try:
+            there = next(
+                path for path in (self.root, *self.root.absolute().parents) if path.exists()
+            )
+            if not there.is_dir():
+                raise SpecError(f"--output: {there} is a file; name a directory")
+            if not os.access(there, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             yield
         except OSError as error:
             reason = error.strerror or error
