@@ -42,12 +42,14 @@ def test_a_plan_names_groups_jobs_figures_and_reasons(tlora_command, capsys) -> 
 
 
 def test_what_cannot_be_planned_is_bad_input(tlora_command, capsys) -> None:
-    """A policy or profile that is not there, no GPU, a folder that is not there."""
+    """A policy or profile that is not there, no GPU, a file that cannot be written."""
     for args, message in (
         (("--gpus", "1", "--policy", "best"), "none of"),
-        (("--gpus", "1", "--profile", "nothing.json"), "cannot be read"),
+        (("--gpus", "1", "--profile", "no.json"), "--profile: 'no.json' is neither a file nor"),
         (("--gpus", "0"), "Usage"),
-        (("--gpus", "1", "--json", "no/plan.json"), "no directory"),
+        (("--gpus", "1", "--json", "no/plan.json"), "--json: there is no directory"),
+        (("--gpus", "1", "--json", "."), "--json: . is a directory"),
+        (("--gpus", "2", "--output", "."), "--output: . is a directory"),
     ):
         assert tlora_command("plan", "jobs.yaml", *args) == 2
         assert message in capsys.readouterr().err

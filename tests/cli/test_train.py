@@ -55,6 +55,25 @@ def test_several_devices_are_scheduled(job_file, runtime, tlora_command) -> None
     assert tlora_command("train", "jobs.yaml", "--devices", "0") == 2
 
 
+def test_a_name_that_there_is_not_is_refused_on_one_device_too(
+    job_file, runtime, tlora_command, capsys
+) -> None:
+    """Though nobody asks for a policy or a profile there."""
+    for option in ("--policy", "--profile"):
+        assert tlora_command("train", "jobs.yaml", option, "sollo") == 2
+        assert f"{option}: 'sollo' is n" in capsys.readouterr().err
+    assert tlora_command("train", "jobs.yaml", "--policy", "solo") == 0
+    assert len(runtime.calls) == 1
+
+
+@pytest.mark.parametrize("verb", ["train", "tune", "demo"])
+def test_an_output_without_a_name_is_refused(verb, job_file, runtime, tlora_command, capsys):
+    """As of a shell's variable that is not set: it would be the current directory."""
+    assert tlora_command(verb, *(["jobs.yaml"] if verb != "demo" else []), "--output", "") == 2
+    assert "names no directory" in capsys.readouterr().err
+    assert runtime.calls == []
+
+
 def test_what_a_run_is_started_with_is_kept_for_whoever_goes_on_with_it(
     job_file, runtime, tlora_command
 ) -> None:

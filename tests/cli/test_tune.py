@@ -1,6 +1,7 @@
 """`tlora tune` and its companions, through the real command line."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,6 +107,23 @@ def test_all_trials_failing_is_exit_code_1(sweep, tlora_command, capsys):
     write({**sweep, "search": {"space": {"lr": [1e38]}}})
     assert tlora_command("tune", "sweep.yaml") == 1
     assert "no trial came to a value" in capsys.readouterr().err
+
+
+def test_a_place_that_cannot_be_written_is_told_before_anything_is_tried(
+    sweep, tlora_command, capsys, monkeypatch
+):
+    """Not after hours."""
+    for place, message in (
+        ("no/study.json", "there is no directory no"),
+        (".", ". is a directory; name a file"),
+        ("study.json", "study.json cannot be written; name another file"),
+    ):
+        if message.endswith("another file"):
+            # Whoever runs this may write everywhere.
+            monkeypatch.setattr("os.access", lambda _, mode: mode != os.W_OK)
+        assert tlora_command("tune", "sweep.yaml", "--json", place) == 2
+        assert f"--json: {message}" in capsys.readouterr().err
+    assert not Path("runs").exists()
 
 
 def test_what_cannot_be_asked_is_said(sweep, tlora_command, capsys):

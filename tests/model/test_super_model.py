@@ -23,6 +23,7 @@ from support.models import (
     super_model,
     tiny_model,
 )
+from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
 from tlora.core.sequence import TokenSequence
@@ -132,6 +133,27 @@ def test_the_soft_caps_of_these_tests_matter() -> None:
     sequences = sequences_of([23], seed=3)
     capped, free = (plain_logits(m, {}, 1.0, sequences).detach() for m in (model, uncapped))
     assert largest_error(capped, free) > 0.01
+
+
+def test_models_made_from_one_config_each_get_a_super_model() -> None:
+    """Both give the gradients of the plain model, the first also after the second has come, and the
+    config still makes models with its own attention."""
+    plain = tiny_model()
+    config = copy.deepcopy(plain.config)
+    tenant = Tenant(random_adapter(plain, rank=3, seed=1), 0.7, sequences_of([9, 5], seed=5))
+    models = []
+    for _ in range(2):
+        model = AutoModelForCausalLM.from_config(config)
+        model.load_state_dict(plain.state_dict())
+        assert model.config is config
+        models.append(attached(SuperModel(model), {"a": tenant}))
+    expected = plain_gradients(plain, tenant.weights, tenant.scale, tenant.sequences)
+    for model in models:
+        found = super_gradients(model, packed({"a": tenant.sequences}))["a"]
+        assert found.keys() == expected.keys()
+        assert all(largest_error(found[name], expected[name]) < TOLERANCE for name in found)
+    assert config.to_dict() == plain.config.to_dict()
+    assert config._attn_implementation == plain.config._attn_implementation
 
 
 def test_biases_and_a_tied_head_are_part_of_the_base() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tlora.core.errors import SpecError
+from tlora.runtime import directory
 from tlora.runtime.directory import JobResult, RunDirectory, replace_directory, replace_text
 
 
@@ -128,11 +129,55 @@ def test_fresh_removes_a_run_and_nothing_else(tmp_path: Path) -> None:
     assert names(tmp_path / "photos") == {"cat.png"}
 
 
-def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path: Path) -> None:
-    """In words."""
+class Killed(BaseException):
+    """As by SIGKILL: nothing is tidied up."""
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["fresh again", "plain start"])
+@pytest.mark.parametrize("kept", range(1, 7))
+def test_a_removal_that_was_cut_off_is_brought_to_its_end(
+    kept: int, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever: what is left is no run, and whoever takes the directory next has none of it."""
+    written = ("resolved.yaml", "state.sqlite", "a/metrics.jsonl", "a/events.out.tfevents.1.host")
+    more = ("a/checkpoints/step-1/file", "b/result.json")
+    own = ("thesis.tex", "b/notes")
+    for name in ("run.json", *written, *more, *own):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    real = directory.remove
+
+    def remove(path: Path) -> None:
+        if path.exists() and sum((tmp_path / name).exists() for name in (*written, *more)) == kept:
+            raise Killed
+        real(path)
+
+    first, second = RunDirectory(tmp_path), RunDirectory(tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(directory, "remove", remove)
+        first.create(fresh=True)
+    assert not first.is_run
+    first.close()
+    second.create(fresh=again)
+    second.close()
+    # A directory that was emptied and not removed is nobody's loss.
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} - {"a"} == {*own, "b"}
+
+
+def test_a_place_that_cannot_be_used_is_refused_before_anything_is_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In words: a file there or above it, or a directory that is not this person's."""
     (tmp_path / "run").touch()
-    with pytest.raises(SpecError, match="run is a file"):
-        RunDirectory(tmp_path / "run").create(fresh=True)
+    for place in (tmp_path / "run", tmp_path / "run" / "deep"):
+        for use in (RunDirectory.take_if_there, lambda run: run.create(fresh=True)):
+            with pytest.raises(SpecError, match=r"--output: .*/run is a file"):
+                use(RunDirectory(place))
+    # Whoever runs this may write everywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    for name in ("", "new", "new/deep"):
+        with pytest.raises(SpecError, match="cannot be used: Permission denied"):
+            RunDirectory(tmp_path / name).take_if_there()
 
 
 def test_every_appended_record_is_a_whole_line_at_once(tmp_path: Path) -> None:

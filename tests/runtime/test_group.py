@@ -286,12 +286,12 @@ def test_torchrun_starts_the_ranks_too(spec: RunSpec, alone: Path, tmp_path: Pat
 
 
 def test_a_second_torchrun_hears_who_is_at_work(spec: RunSpec, tmp_path: Path) -> None:
-    """In one line, once for all ranks."""
+    """In one line, once for all ranks and all attempts."""
     (tmp_path / "plan.yaml").write_text("replicas: 2\nbucket: 128\nadapters: rank_local\n")
     (tmp_path / "run").mkdir()
     here = RunDirectory(tmp_path / "run")
     here.take()
-    command = torchrun(spec, tmp_path, "--plan", str(tmp_path / "plan.yaml"))
+    command = torchrun(spec, tmp_path, "--plan", str(tmp_path / "plan.yaml"), restarts=1)
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     here.close()
     assert done.returncode == 1, done.stderr

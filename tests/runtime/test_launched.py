@@ -106,3 +106,75 @@ def test_a_rank_that_does_not_speak_leaves_quietly_when_the_group_is_refused(
         main(["train", str(tmp_path / "jobs.yaml"), "--plan", str(tmp_path / "plan.yaml")])
     assert ended.value.code == 2 and len(waited) == 1
     assert capsys.readouterr().err == ""
+
+
+def as_rank_of_torchrun(
+    monkeypatch: pytest.MonkeyPatch, logs: Path, *, rank: int, attempt: int
+) -> None:
+    """What torchrun lays out for its ranks."""
+    folder = logs / f"attempt_{attempt}" / str(rank)
+    folder.mkdir(parents=True)
+    for name, value in (
+        ("RANK", rank),
+        ("WORLD_SIZE", 2),
+        ("TORCHELASTIC_RESTART_COUNT", attempt),
+        ("TORCHELASTIC_ERROR_FILE", folder / "error.json"),
+    ):
+        monkeypatch.setenv(name, str(value))
+
+
+def refused(*options: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *options])
+    assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("jobs.yaml",), "jobs.yaml: no such file"),
+        (("jobs.yaml", "--nowhere"), "No such option"),
+    ],
+)
+def test_a_refusal_is_said_in_the_first_attempt_of_a_launcher_only(
+    options: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """Ranks that are started again leave at once with its code, whether they have said it or not.
+    Another launcher's ranks say it again."""
+    monkeypatch.chdir(tmp_path)
+    for launcher in ("first", "second"):
+        as_rank_of_torchrun(monkeypatch, tmp_path / launcher, rank=0, attempt=0)
+        refused(*options)
+        assert message in capsys.readouterr().err
+        for rank in (0, 1):
+            as_rank_of_torchrun(monkeypatch, tmp_path / launcher, rank=rank, attempt=1)
+            refused(*options)
+            assert capsys.readouterr().err == ""
+
+
+def test_of_ranks_that_are_refused_together_one_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A launcher ends all with the first that leaves, so the other waits until it is said."""
+    waited: list[float] = []
+    monkeypatch.setattr("tlora.cli.main.time.sleep", waited.append)
+    said = []
+    for rank in (1, 0):
+        as_rank_of_torchrun(monkeypatch, tmp_path / "logs", rank=rank, attempt=0)
+        refused(str(tmp_path / "jobs.yaml"))
+        said.append(capsys.readouterr().err)
+    assert "no such file" in said[0] and said[1] == "" and len(waited) == 1
+
+
+def test_a_refusal_of_a_later_attempt_is_not_held_against_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The first was let in: ranks that it left on another node may still have the directory."""
+    for attempt in (1, 2):
+        as_rank_of_torchrun(monkeypatch, tmp_path / "logs", rank=0, attempt=attempt)
+        refused(str(tmp_path / "jobs.yaml"))
+        assert "no such file" in capsys.readouterr().err

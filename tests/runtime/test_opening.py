@@ -96,6 +96,20 @@ def test_a_run_that_began_meanwhile_is_not_written_over(spec: RunSpec, tmp_path:
     again.directory.close()
 
 
+def test_a_sweep_is_not_gone_on_with_as_a_run(spec: RunSpec, tmp_path: Path) -> None:
+    """Its trials and the jobs would be one muddle; started over, it is gone."""
+    root = begun(tmp_path / "run", spec)
+    (root / "study.json").touch()
+    with pytest.raises(
+        SpecError, match=r"holds a sweep, which tlora tune goes on with; .* --fresh"
+    ):
+        open_run(spec, RunDirectory(root), fresh=False, again=Again())
+    over = open_run(spec, RunDirectory(root), fresh=True, again=Again())
+    over.create()
+    assert not over.directory.is_sweep
+    over.directory.close()
+
+
 def test_a_run_that_is_refused_lets_its_directory_go(spec: RunSpec, tmp_path: Path) -> None:
     """Another base, here: the same process may try again."""
     root = begun(tmp_path / "run", spec)

@@ -1,6 +1,7 @@
 """Workers whose leader was killed: the directory is not anybody else's before they are gone."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,9 +27,9 @@ RUNNERS = {"train": ("lead_runner.py", "step"), "tune": ("tasks_runner.py", "tur
 
 
 @pytest.mark.parametrize("command", RUNNERS)
-def test_a_directory_is_taken_as_long_as_a_worker_lives(command, base, rows, tmp_path, monkeypatch):
-    """Whoever comes waits for workers that have not noticed yet, and says whose they are if that
-    takes too long. When they do notice they end."""
+def test_a_directory_is_taken_as_long_as_a_worker_lives(command, base, rows, tmp_path):
+    """Whoever comes does not wait for workers that are stopped, and says whose they are and what to
+    do. When that is done they notice and end, and are waited for."""
     jobs = ({"name": name, "data": {"path": str(rows)}} for name in ("one", "two"))
     file = job_file(base, *jobs) if command == "train" else tasks_file(base, tmp_path)
     (tmp_path / "file.yaml").write_text(yaml.safe_dump(file))
@@ -46,12 +47,14 @@ def test_a_directory_is_taken_as_long_as_a_worker_lives(command, base, rows, tmp
         os.killpg(leader.pid, signal.SIGSTOP)
         leader.kill()
         leader.wait()
-        with monkeypatch.context() as patch:
-            patch.setattr(directory, "ORPHANS_S", 0.2)
-            left = rf"\(workers that are left of process {leader.pid} on "
-            with pytest.raises(SpecError, match=f"another tlora is at work in .*{left}"):
-                RunDirectory(root).take()
-        os.killpg(leader.pid, signal.SIGCONT)
+        began = time.monotonic()
+        left = rf"\(workers that are left of process {leader.pid} on "
+        with pytest.raises(SpecError, match=f"another tlora is at work in .*{left}") as refused:
+            RunDirectory(root).take()
+        assert time.monotonic() - began < directory.ORPHANS_S / 3
+        advice = re.search(r"kill -CONT [0-9 ]+", str(refused.value))
+        assert advice is not None, refused.value
+        subprocess.run(advice[0].split(), check=True)
         take_and_leave(root)
     finally:
         with suppress(ProcessLookupError):

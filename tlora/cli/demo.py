@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora.cli.options import Overrides
+from tlora.cli.options import Overrides, named_directory
 from tlora.cli.output import print_error, print_lines, print_table
 from tlora.core.assets import DEMO
 from tlora.core.job import JobSpec
@@ -22,6 +22,7 @@ def demo(
         typer.Option(
             "--output",
             metavar="DIR",
+            parser=named_directory,
             help="Where the results go; a run that is there already is replaced.",
         ),
     ] = Path("runs/demo"),

@@ -4,6 +4,7 @@ Exit codes: 0 well, 1 some job failed, 2 bad input, 130 interrupted.
 """
 
 import sys
+import time
 from collections.abc import Sequence
 from typing import Annotated, NoReturn
 
@@ -28,7 +29,9 @@ from tlora.cli import (
 )
 from tlora.cli.output import print_error
 from tlora.core.errors import AdapterError, DataError, ModelError, SpecError, TloraError
+from tlora.runtime.group.launched import SPOKEN_S, note_refusal, refused_before
 
+REFUSED = 2
 BAD_INPUT = (SpecError, DataError, ModelError, AdapterError)
 
 app = typer.Typer(
@@ -76,11 +79,23 @@ def options(
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Runs one command line and exits with its code; unexpected errors keep their traceback."""
+    if refused_before():
+        # It was said, and would be the same again.
+        sys.exit(REFUSED)
     try:
         app(args=args, prog_name="tlora")
     except BAD_INPUT as error:
-        print_error(str(error))
-        sys.exit(2)
+        if note_refusal():
+            print_error(str(error))
+        else:
+            # A launcher ends all ranks with the first that leaves: who speaks must come to it.
+            time.sleep(SPOKEN_S)
+        sys.exit(REFUSED)
+    except SystemExit as ended:
+        # Of a wrong option, say, or of a rank that another one speaks for.
+        if ended.code == REFUSED:
+            note_refusal()
+        raise
     except TloraError as error:
         print_error(str(error))
         sys.exit(1)

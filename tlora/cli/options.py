@@ -1,5 +1,6 @@
 """Arguments that several verbs share."""
 
+import os
 import shlex
 from collections.abc import Collection
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tlora.core.errors import AdapterError
+from tlora.core.errors import AdapterError, SpecError
 
 CONFIG = "adapter_config.json"
 
@@ -27,6 +28,13 @@ Overrides = Annotated[
 AdapterDirectory = Annotated[
     Path, typer.Argument(metavar="ADAPTER", help="A PEFT adapter directory.")
 ]
+
+
+def named_directory(text: str) -> Path:
+    """An empty word, as of a variable that is not set, would be the directory that one is in."""
+    if not text.strip():
+        raise typer.BadParameter("names no directory")
+    return Path(text)
 
 
 STARTED_OVER = ("fresh", "yes")
@@ -58,6 +66,19 @@ def said(context: typer.Context, *, but: Collection[str]) -> list[str]:
             each = value if isinstance(value, (list, tuple)) else [value]
             words += [word for item in each for word in (parameter.opts[0], str(item))]
     return words
+
+
+def check_place(option: str, path: Path | None) -> None:
+    """Of a file that is written in the end: said before the work, not after it."""
+    if path is None:
+        return
+    place = path.expanduser()
+    if place.is_dir():
+        raise SpecError(f"{path} is a directory; name a file", field=option)
+    if not place.absolute().parent.is_dir():
+        raise SpecError(f"there is no directory {path.parent}", field=option)
+    if not os.access(place if place.exists() else place.absolute().parent, os.W_OK):
+        raise SpecError(f"{path} cannot be written; name another file", field=option)
 
 
 def check_adapter(directory: Path) -> None:

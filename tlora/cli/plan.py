@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tlora.cli.options import Overrides, PolicyOption, ProfileOption
+from tlora.cli.options import Overrides, PolicyOption, ProfileOption, check_place
 from tlora.cli.output import print_lines, print_table
 from tlora.core.errors import SpecError
 
@@ -68,8 +68,7 @@ def plan(
     if jobs is not None and shape is None:
         raise SpecError("is for --shape; a job file has its own jobs", field="--jobs")
     for option, path in (("--json", json_file), ("--output", output)):
-        if path is not None and not path.expanduser().parent.is_dir():
-            raise SpecError(f"there is no directory {path.parent}", field=option)
+        check_place(option, path)
     if shape is not None:
         from tlora.schedule.paper import plan_on_paper
 

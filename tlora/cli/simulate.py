@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tlora.cli import simulate_options as options
+from tlora.cli.options import check_place
 from tlora.cli.output import print_lines, print_table
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ def simulate(
 
     options.check_numbers({"--load": load}, zero=True)
     options.check_numbers({"--max-runnable": max_runnable})
-    options.check_place("--json", json)
-    options.check_place("--html", html)
+    check_place("--json", json)
+    check_place("--html", html)
     profile_name, chosen = choose_profile(profile)
     setting = Setting(
         trace=options.trace_of(
@@ -70,10 +71,11 @@ def simulate(
     found = with_bar(setting)
     print_comparison(found)
     if json is not None:
-        json.write_text(json_lines.dumps(found.as_json(), allow_nan=False) + "\n", encoding="utf-8")
+        line = json_lines.dumps(found.as_json(), allow_nan=False) + "\n"
+        json.expanduser().write_text(line, encoding="utf-8")
         print_lines([f"The figures are in {json}."])
     if html is not None:
-        write_report(found, html)
+        write_report(found, html.expanduser())
         print_lines([f"The report is in {html}."])
 
 

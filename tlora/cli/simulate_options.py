@@ -153,13 +153,3 @@ def check_numbers(given: Mapping[str, float | None], *, zero: bool = False) -> N
     for name, value in given.items():
         if value is not None and not (0 < value < math.inf or (zero and value == 0)):
             raise SpecError(f"must be a number {least}, got {value}", field=name)
-
-
-def check_place(option: str, path: Path | None) -> None:
-    """Said before the simulation, not after it."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise SpecError(f"{path} is a directory; name a file", field=option)
-    if not path.absolute().parent.is_dir():
-        raise SpecError(f"there is no directory {path.parent}", field=option)

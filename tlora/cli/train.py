@@ -14,22 +14,21 @@ from tlora.cli.options import (
     PolicyOption,
     ProfileOption,
     command_again,
+    named_directory,
     said,
 )
 from tlora.cli.output import print_error
 from tlora.core.errors import SpecError
 from tlora.core.job import Isolation, RunSpec
 from tlora.core.plan import Plan
-from tlora.runtime.group.launched import Started, failed_before, started_ranks
+from tlora.runtime.directory import RunDirectory
+from tlora.runtime.group.launched import SPOKEN_S, Started, failed_before, started_ranks
 
 if TYPE_CHECKING:
     from tlora.runtime.elastic.roll import Again
     from tlora.runtime.training import RunResult
 
 AUTO = "auto"
-SPOKEN_S = 3.0
-"""In which the rank that speaks for all has said why the group ends."""
-
 DEFAULT_POLICY = "tlora"
 
 
@@ -41,6 +40,7 @@ def train(
         typer.Option(
             "--output",
             metavar="DIR",
+            parser=named_directory,
             help="Where adapters, metrics and checkpoints go.",
             show_default="runs/<file stem>",
         ),
@@ -112,6 +112,7 @@ def train(
     elif devices == 1:
         from tlora.runtime.training import train as train_run
 
+        _check_unused(policy, profile)
         result = train_run(spec, output=folder, fresh=fresh, again=again)
     else:
         result = run.over_devices(policy)
@@ -139,7 +140,7 @@ class _Run:
     @property
     def before(self) -> Path | None:
         """Where an earlier run is gone on with."""
-        return None if self.fresh else self.folder
+        return self.folder if not self.fresh and RunDirectory(self.folder).is_run else None
 
     def over_devices(self, policy: str) -> "RunResult":
         """As the planner says: a worker on each device, or one group. Policies are of workers: to
@@ -234,6 +235,16 @@ def _end_if_failed(jobs: list[str], folder: Path, started: Started | None) -> No
         # A launcher ends all ranks with the first that leaves: who speaks must come to it.
         time.sleep(SPOKEN_S)
     raise typer.Exit(1)
+
+
+def _check_unused(policy: str, profile: str | None) -> None:
+    """On one device nobody asks for them; a name that there is not is a mistake all the same."""
+    from tlora.costs.profile import find_profile
+    from tlora.runtime.planning import check_policy
+
+    check_policy(policy)
+    if profile is not None:
+        find_profile(profile)
 
 
 def _say(sentence: str) -> None:

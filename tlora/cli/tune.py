@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora.cli.options import Overrides, ProfileOption, command_again
+from tlora.cli.options import Overrides, ProfileOption, check_place, command_again, named_directory
 from tlora.cli.output import print_error
 from tlora.cli.train import ask_to_start_over
 from tlora.core.errors import SpecError
@@ -28,6 +28,7 @@ def tune(
         typer.Option(
             "--output",
             metavar="DIR",
+            parser=named_directory,
             help="Where trials, decisions and the winner go.",
             show_default="runs/<file stem>",
         ),
@@ -71,6 +72,7 @@ def tune(
 ) -> None:
     """Try many settings of one job, or of several tasks, together, give up what loses, keep the
     best adapter. The same command again resumes."""
+    check_place("--json", json_file)
     specs = read_specs(file, override, isolation)
     first, *others = specs
     scheduled = devices > 1 or bool(others)
@@ -94,7 +96,7 @@ def tune(
         study = run_sweep(first, output=folder, fresh=fresh, measure_fusion=measure_fusion)
         told, studies = study.as_json(), {first.task.name: study}
     if json_file is not None:
-        json_file.write_text(json.dumps(told) + "\n")
+        json_file.expanduser().write_text(json.dumps(told) + "\n", encoding="utf-8")
     leave(studies, folder, command_again(context))
 
 

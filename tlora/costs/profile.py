@@ -155,6 +155,18 @@ def read_profile(path: str | Path) -> Profile:
         raise SpecError(f"{path}: {error}") from None
 
 
+def find_profile(name: str) -> Profile:
+    """A shipped one by its name, or a file."""
+    shipped = SHIPPED / f"{name}.json"
+    path = shipped if shipped.exists() else Path(name).expanduser()
+    if not path.exists():
+        known = sorted(each.stem for each in SHIPPED.glob("*.json"))
+        raise SpecError(
+            f"'{name}' is neither a file nor one of {', '.join(known)}", field="--profile"
+        )
+    return read_profile(path)
+
+
 def shipped_profiles() -> dict[str, Profile]:
     """Those that come with tlora, by the names of their files."""
     return {path.stem: read_profile(path) for path in sorted(SHIPPED.glob("*.json"))}

@@ -4,12 +4,13 @@ transformers finds attention functions by name in a register of the process; wha
 sequences are, the function learns from the routing of its super-model (routing.py).
 """
 
+import copy
 import itertools
 import weakref
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from tlora.core.errors import ModelError
@@ -31,12 +32,23 @@ def replace_attention(model: PreTrainedModel, routing: Routing) -> None:
         return routing.attention(*args, **options)
 
     AttentionInterface.register(name, of_this_model)
+    _unshare_config(model)
     try:
         model.set_attn_implementation(name)
     except (ValueError, NotImplementedError) as error:
         raise _own_attention(model) from error
     if model.config._attn_implementation != name:
         raise _own_attention(model)
+
+
+def _unshare_config(model: PreTrainedModel) -> None:
+    """The name is set in the model's configuration, which other models may be made from."""
+    # One memo: modules that share a configuration share its copy.
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, PretrainedConfig):
+                vars(module)[attribute] = copy.deepcopy(value, memo)
 
 
 def _own_attention(model: PreTrainedModel) -> ModelError:

@@ -2,6 +2,7 @@
 there."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -17,6 +18,7 @@ from typing import IO
 from tlora.core.errors import SpecError
 from tlora.core.job import RUN_FILES
 from tlora.runtime.environment import own_command
+from tlora.runtime.holding import Holder, keepers, way_out
 
 JOB_FILES = ("metrics.jsonl", "result.json", "checkpoints", "adapter", "best", "trackers.json")
 """What a run writes into a job's directory."""
@@ -25,6 +27,10 @@ TENSORBOARD_FILES = "events.out.tfevents.*"
 
 HOLDER = ".holder.json"
 """Who has the directory, for whoever is refused; of no meaning while nobody has it."""
+
+REMOVING = ".removing"
+"""A run that is started over is being removed, and is a run no more: whoever is killed at that
+leaves the rest to the next one."""
 
 PATIENCE_S = 1.0
 """So long a directory is tried for: who looks whether somebody is at work has it for a moment."""
@@ -56,32 +62,6 @@ class JobResult:
     """Commands that serve the adapter."""
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """Who has a directory."""
-
-    pid: int
-    host: str
-    command: str
-
-    def __str__(self) -> str:
-        workers = "workers that are left of " if self.is_gone else ""
-        return f" ({workers}process {self.pid} on {self.host}: {self.command})"
-
-    @property
-    def is_gone(self) -> bool:
-        """As far as can be seen from here."""
-        if self.host != socket.gethostname():
-            return False
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except OSError:
-            pass
-        return False
-
-
 class RunDirectory:
     """Line-by-line files are flushed per line, so that a reader or a crash never sees half a
     record."""
@@ -101,28 +81,37 @@ class RunDirectory:
         """It holds a run, finished or not."""
         return (self.root / "run.json").exists()
 
+    @property
+    def is_sweep(self) -> bool:
+        return (self.root / "study.json").exists()
+
     def take_if_there(self) -> None:
         """Before anything in it is read: nobody else changes it from here on. One that is not there
-        is taken by `create`."""
-        if self.root.is_dir():
-            with self._usable():
+        is taken by `create`; whether it can be made is said here, before data are prepared."""
+        with self._usable():
+            if self.root.is_dir():
                 self.take()
 
     def create(self, *, fresh: bool) -> None:
         """Make the directory and take it, unless that is done; with `fresh`, clear it of an earlier
-        run."""
-        if self.root.exists() and not self.root.is_dir():
-            raise SpecError(f"--output: {self.root} is a file; name a directory")
+        run, and otherwise of one that somebody was about to clear it of."""
         with self._usable():
             self.root.mkdir(parents=True, exist_ok=True)
             if self._lock is None:
                 self.take()
-            if fresh:
+            if fresh or (self.root / REMOVING).exists():
                 self._remove_run()
 
     @contextlib.contextmanager
     def _usable(self) -> Iterator[None]:
         try:
+            there = next(
+                path for path in (self.root, *self.root.absolute().parents) if path.exists()
+            )
+            if not there.is_dir():
+                raise SpecError(f"--output: {there} is a file; name a directory")
+            if not os.access(there, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             yield
         except OSError as error:
             reason = error.strerror or error
@@ -137,14 +126,13 @@ class RunDirectory:
         handle = os.open(self.root, os.O_RDONLY)
         began = time.monotonic()
         while not _locks(handle):
-            holder = self._holder()
-            patience = ORPHANS_S if holder is not None and holder.is_gone else PATIENCE_S
-            if time.monotonic() - began > patience:
-                os.close(handle)
-                raise SpecError(
-                    f"--output: another tlora is at work in {self.root}{holder or ''}; wait for "
-                    "it, or name another directory"
-                )
+            waited_s = time.monotonic() - began
+            if waited_s > PATIENCE_S:
+                try:
+                    self._refuse_unless_orphaned(waited_s)
+                except SpecError:
+                    os.close(handle)
+                    raise
             time.sleep(0.05)
         self._lock = handle
         if named:
@@ -152,7 +140,18 @@ class RunDirectory:
             with contextlib.suppress(OSError):
                 self.write_json(self.root / HOLDER, asdict(about))
 
-    def _holder(self) -> "Holder | None":
+    def _refuse_unless_orphaned(self, waited_s: float) -> None:
+        """Raises SpecError, unless who took it is gone and its workers are about to be."""
+        holder, keeping = self._holder(), keepers(self.root)
+        orphaned = holder is not None and holder.is_gone
+        ending = any(not each.is_stopped for each in keeping) or not keeping
+        if not orphaned or not ending or waited_s > ORPHANS_S:
+            raise SpecError(
+                f"--output: another tlora is at work in {self.root}{holder or ''}; "
+                f"{way_out(holder, keeping)}"
+            )
+
+    def _holder(self) -> Holder | None:
         """Where it is known."""
         try:
             return Holder(**json.loads((self.root / HOLDER).read_text(encoding="utf-8")))
@@ -161,16 +160,23 @@ class RunDirectory:
 
     def _remove_run(self) -> None:
         """What a run has written, and nothing else: a person's files may lie beside it."""
+        mark = self.root / REMOVING
+        if self.is_run:
+            os.replace(self.root / "run.json", mark)
+        else:
+            mark.touch()
         for path in list(self.root.iterdir()):
             if path.name in RUN_FILES:
                 remove(path)
             elif path.is_dir() and any((path / name).exists() for name in JOB_FILES):
-                for name in JOB_FILES:
-                    remove(path / name)
+                # First what a job's directory is not known by.
                 for file in path.glob(TENSORBOARD_FILES):
                     remove(file)
+                for name in JOB_FILES:
+                    remove(path / name)
                 if not any(path.iterdir()):
                     path.rmdir()
+        mark.unlink()
 
     def job(self, name: str) -> Path:
         path = self.root / name

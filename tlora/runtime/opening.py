@@ -82,6 +82,11 @@ def open_run(spec: RunSpec, directory: RunDirectory, *, fresh: bool, again: Agai
         directory.take_if_there()
         if fresh or not directory.is_run:
             return Opening(directory, spec, again, fresh, goes_on=False)
+        if directory.is_sweep:
+            raise SpecError(
+                f"--output: {directory.root} holds a sweep, which tlora tune goes on with; name "
+                "another directory, or add --fresh to start over"
+            )
         spec = with_submitted(spec, directory.root)
         return Opening(
             directory,

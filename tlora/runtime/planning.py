@@ -3,7 +3,6 @@ costs that plans and scheduled runs rest on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from tlora.core.request import JobRequest
 from tlora.core.state import GroupState, State
 from tlora.costs.groups import Costs
 from tlora.costs.layout import BaseLayout
-from tlora.costs.profile import Profile, read_profile, shipped_profiles
+from tlora.costs.profile import Profile, find_profile, shipped_profiles
 from tlora.costs.rounds import Kernel
 from tlora.model.loading import load_shape, resolve_device
 from tlora.model.targets import find_targets
@@ -237,13 +236,11 @@ def choose_profile(spec: RunSpec, asked: str | None, device: torch.device) -> Ch
     base; or assumed figures."""
     name = "demo" if spec.base.model in DEMO_NAMES else spec.base.model
     shape = look_at(name, spec.base.dtype, device)
-    shipped = shipped_profiles()
     if asked is not None:
-        known = asked in shipped
-        found = shipped[asked] if known else read_profile(Path(asked))
+        found = find_profile(asked)
         _check_fits(found, shape, asked)
         return ChosenProfile(_sized(found, spec), f"{asked}, as asked for")
-    for title, found in shipped.items():
+    for title, found in shipped_profiles().items():
         same_device = found.device == device_name(device) or (
             device.type == "cpu" and found.device.startswith("cpu")
         )

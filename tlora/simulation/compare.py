@@ -13,7 +13,7 @@ from typing import Any
 from tlora.core.cluster import Cluster, uniform_cluster
 from tlora.core.errors import SpecError
 from tlora.costs.groups import Costs
-from tlora.costs.profile import SHIPPED, Profile, read_profile
+from tlora.costs.profile import Profile, find_profile
 from tlora.schedule import POLICIES
 from tlora.simulation.mapping import LENGTH, LOAD, bases_of, demanded_gpus, map_jobs
 from tlora.simulation.metrics import Metrics
@@ -186,16 +186,7 @@ def mean_of(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def choose_profile(name: str | None) -> tuple[str, Profile]:
     """A shipped one by its name, or a file; all of them were measured."""
     name = name or DEFAULT_PROFILE
-    shipped = SHIPPED / f"{name}.json"
-    if shipped.exists():
-        return name, read_profile(shipped)
-    path = Path(name).expanduser()
-    if not path.exists():
-        known = sorted(each.stem for each in SHIPPED.glob("*.json"))
-        raise SpecError(
-            f"'{name}' is neither a file nor one of {', '.join(known)}", field="--profile"
-        )
-    return path.stem, read_profile(path)
+    return Path(name).name.removesuffix(".json"), find_profile(name)
 
 
 def _saying(

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
@@ -157,6 +158,25 @@ def test_phases_are_timed_and_put_back(ours, work) -> None:
     assert "token_losses" not in vars(ours)
     assert all(seconds > 0 for seconds in phases.seconds.values())
     assert 0 < (phases.overhead_pct(run.seconds) or 0) < 100
+
+
+def test_a_phase_inside_another_is_counted_once() -> None:
+    """It belongs to the outer one; by itself it is its own."""
+    loss = torch.ones(1, requires_grad=True)
+
+    class Model:
+        device = torch.device("cpu")
+
+        def token_losses(self) -> None:
+            torch.autograd.backward(loss.sum())
+
+    model = Model()
+    with clocked_phases(cast(SuperModel, model)) as phases:
+        model.token_losses()
+        inside = dict(phases.seconds)
+        torch.autograd.backward(loss.sum())
+    assert inside["forward"] > 0 and inside["backward"] == 0
+    assert phases.seconds["backward"] > 0 and phases.seconds["forward"] == inside["forward"]
 
 
 def test_overhead_is_the_share_of_no_phase() -> None:

@@ -7,8 +7,9 @@ clock: what is left between two phases is work of the engine that the device did
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from types import FunctionType
 
@@ -26,7 +27,6 @@ class Phases:
     seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys((FORWARD, BACKWARD, OPTIMISER), 0.0)
     )
-    _inside: bool = False
 
     def overhead_pct(self, total_seconds: float) -> float | None:
         """The share of all that is none of these; None if one of them was never seen."""
@@ -34,21 +34,13 @@ class Phases:
             return None
         return (1 - sum(self.seconds.values()) / total_seconds) * 100
 
-    def clocked(self, phase: str, function: Callable, device: torch.device) -> Callable:
-        """A phase called from another one belongs to that."""
-
-        def run(*args: object, **options: object) -> object:
-            if self._inside:
-                return function(*args, **options)
-            self._inside = True
-            started = now(device)
-            try:
-                return function(*args, **options)
-            finally:
-                self.seconds[phase] += now(device) - started
-                self._inside = False
-
-        return run
+    @contextmanager
+    def clocked(self, phase: str, device: torch.device) -> Iterator[None]:
+        started = now(device)
+        try:
+            yield
+        finally:
+            self.seconds[phase] += now(device) - started
 
 
 @dataclass(slots=True)
@@ -56,23 +48,16 @@ class Spans:
     """When the device began and ended what each phase launched."""
 
     events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-    _inside: bool = False
 
-    def marked(self, _phase: str, function: Callable) -> Callable:
-        def run(*args: object, **options: object) -> object:
-            if self._inside:
-                return function(*args, **options)
-            self._inside = True
-            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begun.record()
-            try:
-                return function(*args, **options)
-            finally:
-                ended.record()
-                self.events.append((begun, ended))
-                self._inside = False
-
-        return run
+    @contextmanager
+    def marked(self, _phase: str) -> Iterator[None]:
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record()
+        try:
+            yield
+        finally:
+            ended.record()
+            self.events.append((begun, ended))
 
     def waits_pct(self) -> float | None:
         """None if no phase was seen twice."""
@@ -93,11 +78,7 @@ def waits_pct(spans: Sequence[tuple[float, float]]) -> float:
 def clocked_phases(model: SuperModel) -> Iterator[Phases]:
     """While entered, the engine's calls are timed."""
     phases = Phases()
-
-    def clocked(phase: str, function: Callable) -> Callable:
-        return phases.clocked(phase, function, model.device)
-
-    with _wrapped_phases(model, clocked):
+    with _wrapped_phases(model, partial(phases.clocked, device=model.device)):
         yield phases
 
 
@@ -111,8 +92,25 @@ def marked_phases(model: SuperModel) -> Iterator[Spans]:
 
 @contextmanager
 def _wrapped_phases(
-    model: SuperModel, wrapped: Callable[[str, Callable], Callable]
+    model: SuperModel, around: Callable[[str], AbstractContextManager[None]]
 ) -> Iterator[None]:
+    """A phase called from another one belongs to that."""
+    inside = False
+
+    def wrapped(phase: str, function: Callable) -> Callable:
+        def run(*args: object, **options: object) -> object:
+            nonlocal inside
+            if inside:
+                return function(*args, **options)
+            inside = True
+            try:
+                with around(phase):
+                    return function(*args, **options)
+            finally:
+                inside = False
+
+        return run
+
     places: list[tuple[object, str, str]] = [
         (model, "token_losses", FORWARD),
         (torch.autograd, "backward", BACKWARD),

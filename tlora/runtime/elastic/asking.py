@@ -25,7 +25,7 @@ Held: somebody is at work."""
 
 
 def is_sweep(root: Path) -> bool:
-    return (root / "study.json").exists()
+    return RunDirectory(root).is_sweep
 
 
 def check_is_run(root: Path, verb: str) -> None:

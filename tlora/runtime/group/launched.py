@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+SPOKEN_S = 3.0
+"""In which the rank that speaks for all has said why the group ends."""
+
 
 @dataclass(frozen=True, slots=True)
 class Started:
@@ -35,8 +38,39 @@ def started_ranks() -> Started | None:
         return None
     ranks = int(os.environ["WORLD_SIZE"])
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    return Started(int(os.environ["RANK"]), ranks, per_node, attempt)
+    return Started(int(os.environ["RANK"]), ranks, per_node, _attempt())
+
+
+def _attempt() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def refused_before() -> bool:
+    """Whether this launcher's first start came to nothing for a reason that is still the same. It
+    starts ranks again whatever their exit code says."""
+    note = _refusal_note()
+    return _attempt() > 0 and note is not None and note.exists()
+
+
+def note_refusal() -> bool:
+    """Of this start; whether this rank is the first of its node, which is to say why. What was let
+    in once may be let in again: of later attempts nothing is noted."""
+    note = _refusal_note()
+    if note is None or _attempt() > 0:
+        return True
+    try:
+        note.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _refusal_note() -> Path | None:
+    """Beside the folders that torchrun makes for each of its attempts, and for nobody else."""
+    folder = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
+    return folder.parent / "tlora-refused" if folder.name.startswith("attempt_") else None
 
 
 def failed_before(root: Path, jobs: Iterable[str]) -> list[str]:
