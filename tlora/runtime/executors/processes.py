@@ -38,6 +38,7 @@ from tlora.runtime.executors.messages import (
     messages_of,
 )
 from tlora.runtime.executors.worker import Worker, WorkerSettings
+from tlora.runtime.fork_server import fork_server
 
 FLUSH_S = 0.1
 """Steps and the like are sent together, no later than this."""
@@ -80,8 +81,7 @@ class WorkerProcesses:
         self._settings = list(settings)
         self._threads = threads
         self._lock = None if lock is None else _Lock(lock)
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__])
+        self._context = fork_server([__name__])
         self._workers = [self._started(each) for each in self._settings]
 
     def __len__(self) -> int:

@@ -5,7 +5,6 @@ ends the group: the others would wait for it in their next collective. Those tha
 their jobs get a few seconds for it.
 """
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -29,6 +28,7 @@ from tlora.runtime.executors.messages import (
     encoded,
     messages_of,
 )
+from tlora.runtime.fork_server import fork_server
 from tlora.runtime.group.plans import plan_as_json
 
 BEAT_S = 1.0
@@ -59,8 +59,7 @@ class Ranks:
     def __init__(
         self, plan: Plan, directory: Path, jobs: list[str], *, threads: int | None = 1
     ) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "tlora.runtime.group.rank"])
+        context = fork_server([__name__, "tlora.runtime.group.rank"])
         port = _free_port()
         self._ranks = []
         for rank in range(plan.gpus):
