@@ -101,10 +101,13 @@ def test_a_dataset_id_is_left_for_the_hub(folder: Path, name: str) -> None:
 def test_a_missing_adapter_to_start_from_is_refused(folder: Path) -> None:
     """A file in its place does not do either."""
     (folder / "file").touch()
-    for name in ("nowhere", "file"):
+    for name, message in (
+        ("nowhere", "no such adapter directory: 'nowhere'"),
+        ("file", "must be an adapter directory: 'file' is a file"),
+    ):
         error = refuse(folder, f"data: org/rows, init_from: {name}")
         assert (error.job, error.field) == ("a", "init_from")
-        assert f"no such adapter directory: '{name}'" in error.message
+        assert message in error.message
 
 
 def test_an_adapter_to_start_from_is_found_beside_the_job_file(folder: Path) -> None:

@@ -84,6 +84,7 @@ BAD_ROWS = {
     "b,1,,five,1,,": "duration_s: must be a number, got 'five'",
     "b,1,,nan,1,,": "duration_s: must be at least 0, got nan",
     "b,1,,,1,,": "duration_s: is empty",
+    "b,1,,1e30,1,,": "a duration is in seconds and at most ten years, got 1e+30",
     "b,1,,5,1": "has 5 cells, the header has 7",
     ",1,,5,1,,": "job_id: is empty",
     "b,,yesterday,5,1,,": "submit_time: must be a date and time, got 'yesterday'",

@@ -37,8 +37,10 @@ def locate_job(values: Tree, folder: Path) -> tuple[Tree, list[Fault]]:
     if isinstance(start, str):
         found = find(start, folder)
         located["init_from"] = found or start
-        if found is None or not os.path.isdir(found):
+        if found is None:
             faults.append(Fault("init_from", f"no such adapter directory: '{start}'"))
+        elif not os.path.isdir(found):
+            faults.append(Fault("init_from", f"must be an adapter directory: '{start}' is a file"))
     template = values.get("data.chat_template")
     if isinstance(template, str) and "{" not in template:
         found = find(template, folder)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeGuard, Union, get_args, get_origin
+from typing import Any, Literal, TypeGuard, Union, cast, get_args, get_origin
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -160,7 +160,11 @@ def shown(value: object) -> str:
     if is_tree(value):
         return "a mapping"
     if isinstance(value, (list, tuple)):
-        return "a list"
-    text = f"'{value}'" if isinstance(value, str) else repr(value)
+        members = cast(Sequence[object], value)
+        if any(is_tree(each) or isinstance(each, (list, tuple)) for each in members):
+            return "a list"
+        text = f"[{', '.join(map(shown, members))}]"
+    else:
+        text = f"'{value}'" if isinstance(value, str) else repr(value)
     text = " ".join(text.split())
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -13,6 +13,7 @@ from typing import Literal
 from tlora.core.errors import SpecError
 
 JOB_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 RUN_FILES = (
     "run.json",
@@ -431,6 +432,11 @@ class EngineSpec:
     GPU."""
 
     def __post_init__(self) -> None:
+        require(
+            DEVICE.fullmatch(self.device) is not None,
+            "engine.device",
+            f"must be auto, cpu, cuda or cuda:N, got '{self.device}'",
+        )
         tokens = self.nano_batch_tokens
         require(
             isinstance(tokens, str) or tokens >= 1,

@@ -70,6 +70,10 @@ class Trace:
         return Trace(self.name, kept[:jobs], self.skipped, self.left_out)
 
 
+MOST_SECONDS = 10 * 366 * 86400
+"""Of a job: more is another unit, and would be simulated to its end."""
+
+
 class _BadRow(Exception):
     """What is wrong with it; the reader adds where."""
 
@@ -196,6 +200,8 @@ def _job(
     *, name: str, arrival_s: float, duration_s: float, gpus: float, tenant: str, status: str
 ) -> TraceJob | None:
     """None for a row that asked for no GPU or never ran."""
+    if duration_s > MOST_SECONDS:
+        raise _BadRow(f"a duration is in seconds and at most ten years, got {duration_s:g}")
     if not gpus or not duration_s:
         return None
     return TraceJob(name, arrival_s, duration_s, math.ceil(gpus), tenant or "default", status)
