@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import redirect_stdout
+from contextlib import chdir, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -166,24 +166,26 @@ class Ran:
     text: str
 
 
-def run_short_demo(output: Path, *, steps: int) -> Ran:
+def run_short_demo(*arguments: str, steps: int) -> Ran:
     out = StringIO()
     with redirect_stdout(out), pytest.raises(SystemExit) as caught:
-        main(["demo", "--output", str(output), "-o", f"train.max_steps={steps}"])
+        main(["demo", *arguments, "-o", f"train.max_steps={steps}"])
     return Ran(int(caught.value.code or 0), out.getvalue())
 
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("demo") / "run"
+    return tmp_path_factory.mktemp("demo") / "runs" / "demo"
 
 
 @pytest.fixture(scope="module")
 def short_demo(output) -> Iterator[Ran]:
-    """Two steps a job and one round of the comparison."""
-    with pytest.MonkeyPatch.context() as patch:
+    """In a folder of its own, without a word more; but two steps a job and one round of the
+    comparison."""
+    with pytest.MonkeyPatch.context() as patch, chdir(output.parents[1]):
         patch.setattr(demo, "COMPARED_SECONDS", 0.0)
-        yield run_short_demo(output, steps=2)
+        ran = run_short_demo(steps=2)
+    yield ran
 
 
 def test_the_demo_trains_every_job_to_an_adapter(short_demo, output, spec) -> None:
@@ -210,7 +212,7 @@ def test_the_demo_shows_answers_before_and_after(short_demo, spec) -> None:
 
 def test_the_job_file_that_the_demo_recommends_can_be_read(short_demo, output, spec) -> None:
     """It asks for the same jobs."""
-    assert f"cp {output / 'resolved.yaml'} my-jobs.yaml" in short_demo.text
+    assert "cp runs/demo/resolved.yaml my-jobs.yaml" in short_demo.text
     again = load_spec(output / "resolved.yaml")
     assert [job.lora for job in again.jobs] == [job.lora for job in spec.jobs]
 
@@ -218,7 +220,7 @@ def test_the_job_file_that_the_demo_recommends_can_be_read(short_demo, output, s
 def test_the_demo_starts_over_when_it_is_run_again(short_demo, output, monkeypatch) -> None:
     """Nothing of the first run is left in the second."""
     monkeypatch.setattr(demo, "compare", lambda *_, **__: fake_comparison())
-    assert run_short_demo(output, steps=1).code == 0
+    assert run_short_demo("--output", str(output), steps=1).code == 0
     results = [json.loads(path.read_text()) for path in output.glob("*/result.json")]
     assert {result["steps"] for result in results} == {1}
 

@@ -30,11 +30,12 @@ AdapterDirectory = Annotated[
 ]
 
 
-def named_directory(text: str) -> Path:
-    """An empty word, as of a variable that is not set, would be the directory that one is in."""
-    if not text.strip():
+def named_directory(name: str | Path) -> Path:
+    """An empty word, as of a variable that is not set, would be the directory that one is in. A
+    default comes here as it is."""
+    if not str(name).strip():
         raise typer.BadParameter("names no directory")
-    return Path(text)
+    return Path(name)
 
 
 STARTED_OVER = ("fresh", "yes")
