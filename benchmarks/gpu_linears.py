@@ -25,6 +25,7 @@ from multiprocessing import get_context
 import torch
 import triton
 from composed_batch import Part, composed_batch
+from layer_shapes import SHAPES
 
 from tlora.kernels.multi_lora import reference
 from tlora.kernels.multi_lora import triton_backward as backward
@@ -34,20 +35,6 @@ from tlora.kernels.multi_lora.tables import Segment
 from tlora.kernels.streams import step_key, threshold
 from tlora.runtime.benchmark.settings import read_lengths
 
-SHAPES = {
-    "8b": {
-        "qkv": (4096, (4096, 1024, 1024)),
-        "o": (4096, (4096,)),
-        "gate_up": (4096, (14336, 14336)),
-        "down": (14336, (4096,)),
-    },
-    "1b": {
-        "qkv": (2048, (2048, 512, 512)),
-        "o": (2048, (2048,)),
-        "gate_up": (2048, (8192, 8192)),
-        "down": (8192, (2048,)),
-    },
-}
 MIXED = (8, 64, 16, 32)
 
 

@@ -22,7 +22,8 @@ from multiprocessing import get_context
 
 import torch
 import triton
-from gpu_linears import SHAPES, Case, Group, by_group, graph_of, times_us
+from gpu_linears import Case, Group, by_group, graph_of, times_us
+from layer_shapes import SHAPES
 
 from tlora.kernels.multi_lora import devices, settings
 from tlora.kernels.multi_lora.settings import Tuning

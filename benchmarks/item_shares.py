@@ -8,11 +8,12 @@ import argparse
 from collections import defaultdict
 
 import numpy as np
+from kernel_candidates import Candidate
 from kernel_cases import MODELS, Place
 
 from tlora.kernels.multi_lora import blocks as lists
 from tlora.kernels.multi_lora import settings
-from tlora.kernels.multi_lora.blocks import Layout, Tiles, build_table
+from tlora.kernels.multi_lora.blocks import build_table
 
 PROCESSORS = 132
 KERNELS = ("reduce_b", "reduce_a", "expand_y", "expand_dx")
@@ -26,15 +27,7 @@ SCALES = ((1.0, 1.0), (2.0, 0.7), (0.3, 1.3))
 def item_costs(kernel: str, place: Place, scales: tuple[float, float]) -> np.ndarray:
     """Of every item, in the order of the list."""
     num_in, outs = place.features
-    layout = Layout(
-        num_tokens=place.num_tokens,
-        in_features=num_in,
-        out_features=outs,
-        max_segments=64,
-        max_rank=64,
-        dropout=False,
-        tiles=Tiles.for_tokens(place.num_tokens),
-    )
+    layout = place.layout(Candidate("usual", usual(kernel, place)))
     table = build_table(layout, place.segments).numpy()
     first = layout.first_row[kernel]
     rows = table[first : first + table[0, lists.LISTS.index(kernel)]]

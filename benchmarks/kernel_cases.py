@@ -6,27 +6,14 @@ from dataclasses import dataclass
 import torch
 from flat_reduce import flat_table, reduce_flat
 from kernel_candidates import Candidate
+from layer_shapes import SHAPES
 
 from tlora.kernels.multi_lora import triton_backward as backward
 from tlora.kernels.multi_lora import triton_forward as forward
 from tlora.kernels.multi_lora.blocks import Blocks, Layout
 from tlora.kernels.multi_lora.tables import Segment
 
-MODELS = {
-    "8b": {
-        "qkv": (4096, (4096, 1024, 1024)),
-        "o": (4096, (4096,)),
-        "gate_up": (4096, (14336, 14336)),
-        "down": (14336, (4096,)),
-    },
-    "1b": {
-        "qkv": (2048, (2048, 512, 512)),
-        "o": (2048, (2048,)),
-        "gate_up": (2048, (8192, 8192)),
-        "down": (8192, (2048,)),
-    },
-    "dry": {"qkv": (64, (512, 256, 256)), "down": (96, (256,))},
-}
+MODELS = SHAPES | {"dry": {"qkv": (64, (512, 256, 256)), "down": (96, (256,))}}
 LAYERS = {"8b": 32, "1b": 16, "dry": 1}
 RANKS = (8, 16, 32, 64)
 # What one H200 reads and writes when it does nothing else (README.md of the kernels), bytes per us.

@@ -11,6 +11,17 @@ LIMITS = {"reduce_a": 2e-3, "reduce_b": 2e-3}
 LIMIT = 6e-3
 
 
+def outputs_of(kernel: str, layer: Layer) -> list[torch.Tensor]:
+    return {
+        "shrink_x": [layer.s],
+        "sum": [layer.ds],
+        "expand_y": layer.y,
+        "expand_dx": [layer.dx],
+        "reduce_a": [layer.grad_a],
+        "reduce_b": layer.grad_b,
+    }[kernel]
+
+
 class Reference:
     """What a kernel must give for one layer's values, in float32."""
 
@@ -29,14 +40,7 @@ class Reference:
 
     def expected(self, kernel: str, part: torch.Tensor | None) -> list[torch.Tensor]:
         layer = self.layer
-        like = {
-            "shrink_x": [layer.s],
-            "sum": [layer.ds],
-            "expand_y": layer.y,
-            "expand_dx": [layer.dx],
-            "reduce_a": [layer.grad_a],
-            "reduce_b": layer.grad_b,
-        }[kernel]
+        like = outputs_of(kernel, layer)
         out = [torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in like]
         for segment, i, tokens, columns, a_rows, b_rows in self._pieces():
             if kernel == "shrink_x":
@@ -84,14 +88,7 @@ def check(
 ):
     """The worst relative error, and the least that a twin 1 % off would show."""
     reference = Reference(layer, place)
-    outputs = {
-        "shrink_x": [layer.s],
-        "sum": [layer.ds],
-        "expand_y": layer.y,
-        "expand_dx": [layer.dx],
-        "reduce_a": [layer.grad_a],
-        "reduce_b": layer.grad_b,
-    }[kernel]
+    outputs = outputs_of(kernel, layer)
     key = (kernel, part.shape[0] if kernel == "sum" else 0)
     if kernel == "sum":
         known.pop(key, None)

@@ -5,10 +5,17 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def load_script(monkeypatch) -> Callable[[str], ModuleType]:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module
 
 
 @pytest.fixture

@@ -1,20 +1,16 @@
 """Nano-batches for benchmarks of kernels: those that the engine makes."""
 
-import importlib
 from collections import Counter
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 RANKS = (8, 64, 16, 32) * 8
 
 
 @pytest.fixture
-def module(monkeypatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("composed_batch")
+def module(load_script) -> ModuleType:
+    return load_script("composed_batch")
 
 
 def test_thirty_two_jobs_come_a_few_at_a_time(module: ModuleType) -> None:

@@ -1,8 +1,6 @@
 """What is asked of `gpu_ways.py`: settings by name, in force and undone. It times GPUs alone."""
 
-import importlib
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -10,13 +8,11 @@ import pytest
 from tlora.kernels.multi_lora import settings
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install '.[test]'")
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def module(monkeypatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("gpu_ways")
+def module(load_script) -> ModuleType:
+    return load_script("gpu_ways")
 
 
 def test_a_way_changes_lines_of_the_table_while_it_is_in_force(module: ModuleType) -> None:

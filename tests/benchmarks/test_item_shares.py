@@ -1,20 +1,16 @@
 """Shares of the busiest program, which say what another way to share a list could gain."""
 
-import importlib
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install '.[test]'")
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def module(monkeypatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("item_shares")
+def module(load_script) -> ModuleType:
+    return load_script("item_shares")
 
 
 def test_equal_items_are_shared_evenly_by_every_way(module: ModuleType) -> None:

@@ -271,24 +271,25 @@ def test_a_gradient_known_to_be_zero_is_written_and_not_read(added):
 
 @runs_kernels
 def test_when_a_gradient_is_read_changes_no_bit():
-    """Before the tokens, after them, or by the memory itself; of jobs with sums in one part and in
-    several, and of one in two segments."""
+    """Before the tokens, after them, or by the memory itself; nor does when B is. Of jobs with sums
+    in one part and in several, and of one in two segments."""
     segments = [segment(0, 14, 3, (16, 16, 16), 0), segment(14, 40, 60, (5, 7, 9), 30)]
     segments += [segment(start, start + 5, 100, (3, 2, 4), 55) for start in (40, 45)]
     problem = Problem(segments, torch.float32)
     generator = torch.Generator().manual_seed(3)
     pools = (problem.a, *problem.b)
     before = [torch.randn(*each.shape, generator=generator).to(DEVICE) for each in pools]
-    late, early, sent, zero = (
+    late, early, sent, reload, zero = (
         gradients(problem, triton_forward.Tuning(tokens=16, features=32, **added), before=start)
         for added, start in (
             ({}, before),
             ({"early": 64}, before),
             ({"sent": 64}, before),
+            ({"reload": True}, before),
             ({"early": 64}, None),
         )
     )
-    for other in (early, sent):
+    for other in (early, sent, reload):
         assert all(torch.equal(u, v) for u, v in zip(late, other, strict=True))
     assert not any(torch.equal(u, v) for u, v in zip(late, zero, strict=True))
 
