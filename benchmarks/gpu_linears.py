@@ -294,6 +294,7 @@ def check_neighbours(features: tuple) -> bool:
 
 def graph_of(step, repeats: int = 1):
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
     torch.cuda.current_stream().wait_stream(stream)

@@ -136,8 +136,7 @@ class Bench:
         """What the compiled code depends on."""
         tokens = place.num_tokens if kernel == "shrink_x" else 0
         tuning = replace(candidate.tuning, programs=min(1, candidate.tuning.programs))
-        stack, flat = candidate.stack, candidate.flat
-        return place.model, place.group, kernel, tuning, stack, flat, tile, tokens
+        return place.model, place.group, kernel, tuning, candidate.stack, tile, tokens
 
     def compile_ahead(self) -> None:
         if self.device != "cuda" or self.args.workers < 2:

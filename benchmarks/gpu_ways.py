@@ -1,8 +1,8 @@
 """An 8B layer's linears under several settings of the kernels, in the same rounds as frozen ones.
 
     python benchmarks/gpu_ways.py --json ways.jsonl --inner 32 --rounds 4 \\
-        --ways "sent = reduce_b large: sent=64 early=0; reduce_a large: sent=64" \\
-               "queue = expand_y: sharing=queue; expand_dx: sharing=queue"
+        --ways "read = reduce_b large: sent=False reload=False stages=4" \\
+               "three = expand_y: programs=3; expand_dx: programs=3"
 
 A way is a name and what it changes in lines of `settings.TUNINGS`; the settings as they are come
 first. Whether a way leaves the bits of the usual settings is said beside its times. Cases as in

@@ -49,13 +49,9 @@ def shares(costs: np.ndarray, programs: int) -> dict[str, float]:
     mean = costs.sum() / programs
     i_round, i_program = np.divmod(np.arange(len(costs)), programs)
     back = np.where(i_round % 2 == 1, programs - 1 - i_program, i_program)
-    queue = np.zeros(programs)
-    for cost in costs:
-        queue[queue.argmin()] += cost
     return {
         "turns": np.bincount(i_program, costs, minlength=programs).max() / mean,
         "snake": np.bincount(back, costs, minlength=programs).max() / mean,
-        "queue": queue.max() / mean,
     }
 
 

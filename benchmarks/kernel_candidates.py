@@ -22,9 +22,6 @@ class Candidate:
     block: int = 0
     """Tokens of a block of `shrink`."""
 
-    flat: bool = False
-    """`reduce_b` as one loop (flat_reduce.py)."""
-
     core: bool = False
     """Timed for every model; the rest for the first only."""
 
@@ -48,36 +45,23 @@ def _usual(kernel: str, linears: int) -> Candidate:
     return Candidate("usual *", settings.tuning(kernel, shape), core=True)
 
 
-def _shared_otherwise(kernel: str, usual: Tuning) -> list[Candidate]:
-    """The same with another way to share the list, where programs take several items."""
-    if kernel in ("shrink", "sum"):
-        return []
-    return [Candidate(how, replace(usual, sharing=how), core=True) for how in settings.SHARINGS[1:]]
-
-
 def candidates(kernel: str, num_tokens: int, linears: int) -> list[Candidate]:
     """For a group of so many linears, first what settings.py says, marked by a star. wN: warps, sN:
     stages, pN: programs per multiprocessor, rN: most registers. `turned<64`: rank tiles below 64 as
-    [features, rank rows]."""
+    [features, rank rows]; `read`: the program adds to the gradient, not the memory."""
     c, t = Candidate, _tuned
     # The usual chunk is a job's tokens where jobs are as long as here.
     other = 256 if num_tokens <= 2048 else 512
     expand = settings.expand_tokens(num_tokens)
     few = {"turned": 64, "registers": 128}
-    sent = {"turned": 64, "sent": 64}
+    sent = {"turned": 64, "sent": True, "snake": True}
     lists = {
         "reduce_b": [
-            c("sent", t(64, 256, 8, 4, 1, **sent)),
-            c("sent s3", t(64, 256, 8, 3, 1, **sent)),
-            c("sent snake", t(64, 256, 8, 4, 1, **sent, sharing="snake")),
-            c("sent reload", t(64, 256, 8, 3, 1, **sent, reload=True)),
-            c("sent reload snake", t(64, 256, 8, 3, 1, **sent, reload=True, sharing="snake")),
-            c("late reload", t(64, 256, 8, 3, 1, turned=64, reload=True)),
-            c("sent 64x128 w4 s3 p2", t(64, 128, 4, 3, 2, **sent)),
-            c("sent reload 64x128 w4 s2 p2", t(64, 128, 4, 2, 2, **sent, reload=True)),
-            c("flat s3", t(64, 256, 8, 3, 1, turned=64), flat=True),
-            c("flat s2", t(64, 256, 8, 2, 1, turned=64), flat=True),
-            c("flat 64x128 w4 s2 p2", t(64, 128, 4, 2, 2, turned=64), flat=True),
+            c("sent s4", t(64, 256, 8, 4, 1, **sent), core=True),
+            c("sent reload in turn", t(64, 256, 8, 3, 1, turned=64, sent=True, reload=True)),
+            c("sent reload turned", t(64, 256, 8, 3, 1, **sent | {"turned": 128}, reload=True)),
+            c("read reload", t(64, 256, 8, 3, 1, turned=64, reload=True, snake=True)),
+            c("read s4", t(64, 256, 8, 4, 1, turned=64), core=True),
             c("one program per item", t(128, 256, 8, 2, 0), core=True),
             c("128x256 w8 s2 p1", t(128, 256, 8, 2, 1), core=True),
             c("128x256 w8 s2 p1 turned<64", t(128, 256, 8, 2, 1, turned=64), core=True),
@@ -99,10 +83,8 @@ def candidates(kernel: str, num_tokens: int, linears: int) -> list[Candidate]:
             c("8 w2 p16", t(8, 0, 2, 3, 16)),
         ],
         "reduce_a": [
-            c("sent", t(64, 64, 4, 3, 4, **few, sent=64)),
-            c("sent snake", t(64, 64, 4, 3, 4, **few, sent=64, sharing="snake")),
-            c("sent queue", t(64, 64, 4, 3, 4, **few, sent=64, sharing="queue")),
-            c("sent 64x128 w4 s3 p3", t(64, 128, 4, 3, 3, turned=64, registers=168, sent=64)),
+            c("sent in turn", t(64, 64, 4, 3, 4, **few, sent=True)),
+            c("sent 64x128 w4 s3 p3", t(64, 128, 4, 3, 3, **sent, registers=168), core=True),
             c("one program per item", t(64, 64, 4, 3, 0, registers=128), core=True),
             c("64x64 w4 s3 p4", t(64, 64, 4, 3, 4, registers=128), core=True),
             c("64x64 w4 s3 p4 turned<64", t(64, 64, 4, 3, 4, **few), core=True),
@@ -149,8 +131,7 @@ def candidates(kernel: str, num_tokens: int, linears: int) -> list[Candidate]:
         ],
     }
     name = "shrink" if kernel == "shrink_x" else kernel
-    usual = _usual(name, linears)
     found: dict[tuple, Candidate] = {}
-    for one in [usual, *_shared_otherwise(name, usual.tuning), *lists[name]]:
-        found.setdefault((one.tuning, one.chunk, one.stack, one.block, one.flat), one)
+    for one in [_usual(name, linears), *lists[name]]:
+        found.setdefault((one.tuning, one.chunk, one.stack, one.block), one)
     return list(found.values())

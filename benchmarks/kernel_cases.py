@@ -4,7 +4,6 @@ that a kernel must move."""
 from dataclasses import dataclass
 
 import torch
-from flat_reduce import flat_table, reduce_flat
 from kernel_candidates import Candidate
 from layer_shapes import SHAPES
 
@@ -130,9 +129,6 @@ def launch(kernel: str, layer: Layer, blocks: Blocks, candidate: Candidate, part
             backward.reduce(
                 [layer.grad_a] * n, layer.ds, [layer.x] * n, *common, name=kernel, tuning=t
             )
-        case "reduce_b" if candidate.flat:
-            table = flat_table(blocks, t.features)
-            reduce_flat(layer.grad_b, layer.s, layer.dy, blocks, table, t, layer.b, part)
         case "reduce_b":
             backward.reduce(
                 layer.grad_b, layer.s, layer.dy, *common, name=kernel, tuning=t, w=layer.b,

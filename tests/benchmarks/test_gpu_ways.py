@@ -17,14 +17,14 @@ def module(load_script) -> ModuleType:
 
 def test_a_way_changes_lines_of_the_table_while_it_is_in_force(module: ModuleType) -> None:
     way = module.parse_way(
-        "both = reduce_b large: sent=64 early=0 reload=True; expand_y: sharing=queue"
+        "both = reduce_b large: sent=False stages=4 reload=False; expand_y: programs=3"
     )
     before = dict(settings.TUNINGS)
     with way.in_force():
         assert settings.TUNINGS["reduce_b large"] == replace(
-            before["reduce_b large"], sent=64, early=0, reload=True
+            before["reduce_b large"], sent=False, stages=4, reload=False
         )
-        assert settings.TUNINGS["expand_y"] == replace(before["expand_y"], sharing="queue")
+        assert settings.TUNINGS["expand_y"] == replace(before["expand_y"], programs=3)
         changed = {line for line in before if settings.TUNINGS[line] != before[line]}
         assert changed == {"reduce_b large", "expand_y"}
     assert before == settings.TUNINGS

@@ -18,15 +18,13 @@ def test_equal_items_are_shared_evenly_by_every_way(module: ModuleType) -> None:
 
 
 def test_who_had_a_long_item_gets_a_short_one(module: ModuleType) -> None:
-    """Of 4, 3, 2, 1 two programs have 6 and 4 in turn, 5 and 5 otherwise; of five items one is
-    left, for which a queue waits longer than it need."""
+    """Of 4, 3, 2, 1 two programs have 6 and 4 in turn, 5 and 5 otherwise; of five one is left."""
     assert module.shares(np.array([4.0, 3.0, 2.0, 1.0]), 2) == {
         "turns": 6 / 5,
         "snake": 1.0,
-        "queue": 1.0,
     }
     left = module.shares(np.array([4.0, 3.0, 3.0, 2.0, 2.0]), 2)
-    assert left == {"turns": 9 / 7, "snake": 8 / 7, "queue": 8 / 7}
+    assert left == {"turns": 9 / 7, "snake": 8 / 7}
 
 
 def test_lists_of_unequal_jobs_are_shared_better_from_both_ends(module: ModuleType) -> None:
@@ -34,4 +32,4 @@ def test_lists_of_unequal_jobs_are_shared_better_from_both_ends(module: ModuleTy
     costs = module.item_costs("reduce_b", place, (1.0, 1.0))
     assert len(costs) == 32 * 4096 // 256
     found = module.shares(costs, 132)
-    assert found["queue"] < found["snake"] < found["turns"]
+    assert found["snake"] < found["turns"]

@@ -176,7 +176,10 @@ def test_programs_that_take_turns_get_equal_shares():
     assert costs.tolist() == sorted(costs.tolist(), reverse=True)
 
 
-@pytest.mark.parametrize(("length", "counts"), [(33, [33]), (47, [47]), (48, [24, 24]), (5, [5])])
+@pytest.mark.parametrize(
+    ("length", "counts"),
+    [(33, [33]), (55, [55]), (56, [28, 28]), (88, [30, 30, 28]), (5, [5])],
+)
 def test_expanded_blocks_of_a_segment_are_even(length, counts):
     """About 32 tokens each; no rest of one."""
     table = build_table(LAYOUT, [segment(0, length)])

@@ -59,10 +59,6 @@ ENDS = {"expand_y": len(LISTS), "reduce_b": len(LISTS) + 2}
 how many the first two have. Where they do differ, rows of a linear follow each other, so that a
 kernel can count items without those that a narrow linear does not have."""
 
-TAKEN, LEFT, TICKETS = 0, 1, 2
-"""Counters in front of those of partial sums: items that were taken from a queue, programs that
-have left it; and how many these are."""
-
 GRADIENT_TOKENS = 5
 """As many tokens as a rank row of a gradient costs: 2 bytes a feature, and 2 of B and 8 of it."""
 
@@ -167,11 +163,10 @@ class Layout:
 
     @property
     def num_counters(self) -> int:
-        """For a queue; for a shrink's blocks, or a reduce's jobs, pieces and tiles (of 32 features
-        or more)."""
+        """For a shrink's blocks, or a reduce's jobs, pieces and tiles (of 32 features or more)."""
         features = max(self.in_features, *self.out_features)
         reduce = max(self.capacity["reduce_a"], self.capacity["reduce_b"]) * ceil(features / 32)
-        return TICKETS + max(self.capacity["shrink_x"], self.capacity["shrink_dy"], reduce)
+        return max(self.capacity["shrink_x"], self.capacity["shrink_dy"], reduce)
 
     @property
     def partial_rows(self) -> int:
@@ -187,7 +182,7 @@ class Blocks:
     table: torch.Tensor
     """The lists, which `copy` fills for each nano-batch."""
     finished: torch.Tensor
-    """Counters of items and of finished partial sums: zero before and after every launch."""
+    """Counters of finished partial sums: zero before and after every launch."""
 
     @classmethod
     def new(cls, layout: Layout, device: torch.device | str) -> "Blocks":
@@ -384,7 +379,8 @@ def _even_blocks(spans: _Spans, pieces: _Pieces, tokens: int) -> np.ndarray:
     """The same in blocks of about so many tokens and of even length: no rest of a few tokens loads
     a tile of the pool for itself. For kernels whose rows of tokens do not meet."""
     lengths = spans.stops - spans.starts
-    number = np.maximum(1, (lengths + tokens // 2) // tokens)
+    # A rest is shared by the others as soon as it would be less than three quarters of a block.
+    number = np.maximum(1, (lengths + tokens // 4) // tokens)
     return _blocks(spans, pieces, -(-lengths // number))
 
 

@@ -10,9 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-SHARINGS = ("turns", "snake", "queue")
-"""How the programs of `expand` and `reduce` share a list (triton_items.py)."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
@@ -37,19 +34,15 @@ class Tuning:
     """`reduce`: rank tiles below this are computed as [features, rank rows], which fills the tensor
     cores' 64 rows with features."""
 
-    early: int = 0
-    """`reduce`: of rank tiles up to this the gradient is read before the tokens, not after them."""
-
-    sent: int = 0
-    """`reduce`: of rank tiles up to this the sum is sent to the memory, which adds it; the gradient
-    is not read at all."""
+    sent: bool = False
+    """`reduce`: a sum is sent to the memory, which adds it; the gradient is not read at all."""
 
     reload: bool = False
     """`reduce_b`: the tile of B is loaded with every block of tokens, ahead like them, and not
     before the first, which would wait for it."""
 
-    sharing: str = "turns"
-    """One of SHARINGS, where programs take several items."""
+    snake: bool = False
+    """`reduce`: programs take items from the other end of the list in every other round."""
 
     @property
     def limits(self) -> dict[str, int]:
@@ -116,14 +109,34 @@ TUNINGS: dict[str, Tuning] = {
     "expand float32": Tuning(tokens=32, features=64, warps=4, stages=2, programs=8),
     "reduce_a small": Tuning(tokens=64, features=128, warps=4, stages=3, programs=3),
     "reduce_a large": Tuning(
-        tokens=64, features=64, warps=4, stages=3, registers=128, programs=4, turned=64
+        tokens=64,
+        features=64,
+        warps=4,
+        stages=3,
+        registers=128,
+        programs=4,
+        turned=64,
+        sent=True,
+        snake=True,
     ),
     "reduce_a dropout": Tuning(
         tokens=64, features=64, warps=4, stages=3, registers=128, programs=4
     ),
     "reduce_b small": Tuning(tokens=64, features=256, warps=4, stages=3, programs=2, turned=64),
     "reduce_b large": Tuning(
-        tokens=64, features=256, warps=8, stages=4, programs=1, turned=64, early=64
+        tokens=64,
+        features=256,
+        warps=8,
+        stages=3,
+        programs=1,
+        turned=64,
+        sent=True,
+        reload=True,
+        snake=True,
+    ),
+    # A tile of B in four bytes a value would not fit every stage.
+    "reduce_b cast": Tuning(
+        tokens=64, features=256, warps=8, stages=4, programs=1, turned=64, sent=True, snake=True
     ),
     "reduce_b float32": Tuning(
         tokens=64, features=128, warps=8, stages=2, registers=255, programs=1
@@ -139,8 +152,8 @@ LEAST_FEATURES = 32
 def tuning(kernel: str, shape: Shape, device: Device = MEASURED) -> Tuning:
     """The settings of one of shrink, expand_y, expand_dx, reduce_a, reduce_b, sum."""
     best = TUNINGS[case_of(kernel, shape, device)]
-    if best.early and not _reads_shared(device.capability):
-        best = replace(best, early=0)  # Operands take the registers: 0.8 to 1 KB would spill.
+    if not _reads_shared(device.capability):
+        best = _as_before_hopper(best)
     if kernel == "sum":
         return best  # It has no shared memory to run out of.
     last = best
@@ -148,6 +161,11 @@ def tuning(kernel: str, shape: Shape, device: Device = MEASURED) -> Tuning:
         if shared_bytes(kernel, shape, last, device.capability) <= device.shared_bytes:
             break
     return last
+
+
+def _as_before_hopper(best: Tuning) -> Tuning:
+    """Sums are sent one value at a time there, and B would come through the registers."""
+    return replace(best, sent=False, reload=False) if best.sent or best.reload else best
 
 
 def _smaller(kernel: str, best: Tuning) -> Iterator[Tuning]:
@@ -187,6 +205,8 @@ def case_of(kernel: str, shape: Shape, device: Device = MEASURED) -> str:
             return "shrink wide" if shape.width > SHRINK_RANK else "shrink deep"
         case "reduce_a":
             return "reduce_a dropout" if shape.dropout else f"reduce_a {size}"
+        case "reduce_b" if not wide and size == "large" and shape.pool_itemsize == 4:
+            return "reduce_b cast"
         case "reduce_b":
             return "reduce_b float32" if wide else f"reduce_b {size}"
         case "expand_y" | "expand_dx" if wide:

@@ -16,7 +16,7 @@ import triton.language as tl
 from tlora.kernels.multi_lora import blocks as lists
 from tlora.kernels.multi_lora.blocks import Blocks
 from tlora.kernels.multi_lora.devices import tuning_of
-from tlora.kernels.multi_lora.settings import SHARINGS, Tuning
+from tlora.kernels.multi_lora.settings import Tuning
 from tlora.kernels.multi_lora.triton_forward import (
     COL,
     COLUMNS,
@@ -30,7 +30,6 @@ from tlora.kernels.multi_lora.triton_forward import (
     SIZE,
     START,
     THRESHOLD,
-    TICKETS,
     W_ROW,
     alignment,
     expand,
@@ -43,11 +42,7 @@ from tlora.kernels.multi_lora.triton_forward import (
     uint_bits,
 )
 from tlora.kernels.multi_lora.triton_items import (
-    QUEUE,
     item_of,
-    leave_queue,
-    most_rounds,
-    next_in_queue,
     num_items,
     num_rounds,
     pick,
@@ -67,7 +62,7 @@ SUM_PARTS = 8
 
 @triton.jit
 def _reduce_loop(
-    p_p, p_q, p_rows, p_part, p_w, b_w, o_g, m_g, o_r, m_r, o_n, m_n, start, count, n,
+    p_p, p_q, p_rows, p_part, p_w, b_held, o_g, m_g, o_r, m_r, o_n, m_n, start, count, n,
     threshold, key,
     W: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
     DROP: tl.constexpr, FUSED: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr,
@@ -93,15 +88,17 @@ def _reduce_loop(
         if DROP:
             b_rows = row_hash(tl.load(p_rows + i_t64 + o_t, mask=m_t, other=0), key)
             b_q = tl.where(kept(b_rows, b_features, threshold), b_q, 0.0).to(b_q.dtype)
+        if FUSED and RELOAD:
+            # First, so that the other product runs while this one is stored.
+            b_w = tl.load(p_w + o_g, mask=m_g, other=0.0).to(b_q.dtype)
+            b_d = tl.dot(b_q, tl.trans(b_w), input_precision="ieee")  # [BT, BR]
         if TURNED:
             b_g = tl.dot(tl.trans(b_q), b_p, b_g, input_precision="ieee")
         else:
             b_g = tl.dot(tl.trans(b_p), b_q, b_g, input_precision="ieee")
         if FUSED:
-            b_now = b_w
-            if RELOAD:
-                b_now = tl.load(p_w + o_g, mask=m_g, other=0.0).to(b_q.dtype)
-            b_d = tl.dot(b_q, tl.trans(b_now), input_precision="ieee")  # [BT, BR]
+            if not RELOAD:
+                b_d = tl.dot(b_q, tl.trans(b_held), input_precision="ieee")
             tl.store(p_part + i_t64 * W + o_p, b_d.to(p_part.dtype.element_ty), mask=m_p)
     if TURNED:
         b_g = tl.trans(b_g)
@@ -110,20 +107,21 @@ def _reduce_loop(
 
 @triton.jit
 def _add_gradient(
-    p_g, p_sums, p_done, p_row, b_g, b_old, o_g, m_g, m_old, o_r, o_n, rank, size,
-    MAX_N: tl.constexpr, EARLY: tl.constexpr, SENT: tl.constexpr,
+    p_g, p_sums, p_done, p_row, b_g, o_g, m_g, o_r, o_n, rank, size,
+    MAX_N: tl.constexpr, SENT: tl.constexpr,
 ):  # fmt: skip
-    """The pool's gradient += b_g, or the sum of the job's partial sums if there are several."""
+    """The pool's gradient += b_g, or the sum of the job's partial sums if there are several. One
+    that is known to be zero is not read."""
+    is_zero = tl.load(p_row + ZERO) != 0
     if size == 1 and SENT:
         # One addition per value and launch: its order is that of the launches.
         # The memory takes subnormal numbers for zero: so must who adds to nothing.
-        if tl.load(p_row + ZERO) == 0:
-            tl.atomic_add(p_g + o_g, b_g, mask=m_g, sem="relaxed")
-        else:
+        if is_zero:
             tl.store(p_g + o_g, tl.where(tl.abs(b_g) < SUBNORMAL, 0.0, b_g), mask=m_g)
+        else:
+            tl.atomic_add(p_g + o_g, b_g, mask=m_g, sem="relaxed")
     elif size == 1:
-        if not EARLY:
-            b_old = tl.load(p_g + o_g, mask=m_old, other=0.0)
+        b_old = tl.load(p_g + o_g, mask=m_g & ~is_zero, other=0.0)
         tl.store(p_g + o_g, b_old + b_g, mask=m_g)
     else:
         first, index = tl.load(p_row + FIRST).to(tl.int64), tl.load(p_row + INDEX)
@@ -134,7 +132,7 @@ def _add_gradient(
         tl.debug_barrier()
         # The last to finish adds all in their order: the bits do not depend on who is last.
         if tl.atomic_add(p_done, 1, sem="acq_rel") == size - 1:
-            b_g = tl.load(p_g + o_g, mask=m_old, other=0.0)
+            b_g = tl.load(p_g + o_g, mask=m_g & ~is_zero, other=0.0)
             for i in range(size):
                 p_i = p_sums + i * stride
                 b_g += tl.load(p_i + o_sum, mask=m_g, other=0.0, cache_modifier=".cg")
@@ -147,7 +145,7 @@ def _reduce_piece(
     p_g, p_sums, p_done, p_p, p_q, p_w, p_part, p_rows, p_row, rank, n, i_n, linear,
     MAX_N: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
     DROPOUT: tl.constexpr, FUSED: tl.constexpr, EVEN: tl.constexpr, TURNED: tl.constexpr,
-    EARLY: tl.constexpr, SENT: tl.constexpr, RELOAD: tl.constexpr,
+    SENT: tl.constexpr, RELOAD: tl.constexpr,
 ):  # fmt: skip
     start, count = tl.load(p_row + START).to(tl.int64), tl.load(p_row + COUNT)
     w_row = tl.load(p_row + W_ROW).to(tl.int64)
@@ -168,13 +166,6 @@ def _reduce_piece(
     p_part += col
     key = threshold
     b_w = o_r
-    size = tl.load(p_row + SIZE)
-    # A gradient that is known to be zero is not read.
-    m_old = m_g & (tl.load(p_row + ZERO) == 0)
-    b_old = tl.zeros([BR, BN], dtype=tl.float32)
-    if EARLY:
-        # On its way while the tokens are walked.
-        b_old = tl.load(p_g + o_g, mask=m_old & (size == 1), other=0.0)
     if FUSED and not RELOAD:
         b_w = tl.load(p_w + o_g, mask=m_g, other=0.0).to(p_q.dtype.element_ty)  # [BR, BN]
     if DROPOUT:
@@ -192,8 +183,8 @@ def _reduce_piece(
         b_g = _reduce_loop(p_p, p_q, p_rows, p_part, p_w, b_w, o_g, m_g, o_r, m_r, o_n, m_n,
                            start, count, n, threshold, key, W, BT, BN, BR,
                            False, FUSED, EVEN, TURNED, RELOAD)  # fmt: skip
-    _add_gradient(p_g, p_sums, p_done, p_row, b_g, b_old, o_g, m_g, m_old, o_r, o_n, rank, size,
-                  MAX_N, EARLY, SENT)  # fmt: skip
+    _add_gradient(p_g, p_sums, p_done, p_row, b_g, o_g, m_g, o_r, o_n, rank,
+                  tl.load(p_row + SIZE), MAX_N, SENT)  # fmt: skip
 
 
 @triton.jit
@@ -204,7 +195,7 @@ def _reduce_item(
     W: tl.constexpr, NUM: tl.constexpr, TILES: tl.constexpr, ENDS: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, CLASSES: tl.constexpr, DROPOUT: tl.constexpr,
     FUSED: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, TURNED: tl.constexpr,
-    EARLY: tl.constexpr, SENT: tl.constexpr, RELOAD: tl.constexpr,
+    SENT: tl.constexpr, RELOAD: tl.constexpr,
 ):  # fmt: skip
     i_row, i_n = place_of(p_table, i_item, ENDS, BN, N0, N1, N2)
     p_row = p_table + (first_row + i_row) * COLUMNS
@@ -217,13 +208,12 @@ def _reduce_item(
     linear = pick(i_l, linear_0, linear_1, linear_2, NUM)
     # Not a compiled size, but W, a multiple of eight, divides it: 16 bytes in one store.
     p_part += i_n * tl.multiple_of(part_stride.to(tl.int64), 8)
-    p_done += TICKETS + tl.load(p_row + GROUP) * TILES + i_n
+    p_done += tl.load(p_row + GROUP) * TILES + i_n
     for i in tl.static_range(CLASSES):
         if (rank > (8 << i if i > 0 else 0)) & (rank <= 16 << i):
             _reduce_piece(p_g, p_sums, p_done, p_p, p_q, p_w, p_part, p_rows, p_row, rank, n,
                           i_n, linear, MAX_N, W, BT, BN, 16 << i,
-                          DROPOUT, FUSED, EVEN, (16 << i) < TURNED,
-                          (16 << i) <= EARLY, (16 << i) <= SENT, RELOAD)  # fmt: skip
+                          DROPOUT, FUSED, EVEN, (16 << i) < TURNED, SENT, RELOAD)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["first_row", "linear_0", "linear_1", "linear_2", "part_stride"])
@@ -234,37 +224,24 @@ def reduce_kernel(
     W: tl.constexpr, NUM: tl.constexpr, TILES: tl.constexpr, ENDS: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, CLASSES: tl.constexpr, DROPOUT: tl.constexpr,
     FUSED: tl.constexpr, EVEN: tl.constexpr, ALIGN: tl.constexpr, TURNED: tl.constexpr,
-    EARLY: tl.constexpr, SENT: tl.constexpr, RELOAD: tl.constexpr, LOOP: tl.constexpr,
-    SHARING: tl.constexpr,
+    SENT: tl.constexpr, RELOAD: tl.constexpr, LOOP: tl.constexpr, SNAKE: tl.constexpr,
 ):  # fmt: skip
     """grad[rank rows, features] += P^T drop(Q) over a chunk of a job: S and dY, or dS and X."""
     total = num_items(p_table, LIST, ENDS, BN, N0, N1, N2)
     i_item = tl.program_id(0)
-    if LOOP and SHARING == QUEUE:
-        for i_round in tl.range(0, most_rounds(total), disable_licm=True):
-            i_item = next_in_queue(p_done, i_item, i_round, total)
-            if i_item < total:
-                _reduce_item(p_g0, p_g1, p_g2, p_sums, p_done, p_p, p_q0, p_q1, p_q2,
-                             p_w0, p_w1, p_w2, p_part, p_rows, p_table, first_row, i_item,
-                             linear_0, linear_1, linear_2, part_stride,
-                             N0, N1, N2, MAX_N, W, NUM, TILES, ENDS, BT, BN,
-                             CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED, EARLY, SENT,
-                             RELOAD)  # fmt: skip
-        leave_queue(p_done)
-    elif LOOP:
-        for i_round in tl.range(0, num_rounds(total, SHARING), disable_licm=True):
+    if LOOP:
+        for i_round in tl.range(0, num_rounds(total, SNAKE), disable_licm=True):
             _reduce_item(p_g0, p_g1, p_g2, p_sums, p_done, p_p, p_q0, p_q1, p_q2,
                          p_w0, p_w1, p_w2, p_part, p_rows, p_table, first_row,
-                         item_of(i_round, SHARING), linear_0, linear_1, linear_2, part_stride,
+                         item_of(i_round, SNAKE), linear_0, linear_1, linear_2, part_stride,
                          N0, N1, N2, MAX_N, W, NUM, TILES, ENDS, BT, BN,
-                         CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED, EARLY, SENT,
-                         RELOAD)  # fmt: skip
+                         CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED, SENT, RELOAD)  # fmt: skip
     elif i_item < total:
         _reduce_item(p_g0, p_g1, p_g2, p_sums, p_done, p_p, p_q0, p_q1, p_q2,
                      p_w0, p_w1, p_w2, p_part, p_rows, p_table, first_row, i_item,
                      linear_0, linear_1, linear_2, part_stride,
                      N0, N1, N2, MAX_N, W, NUM, TILES, ENDS, BT, BN,
-                     CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED, EARLY, SENT, RELOAD)  # fmt: skip
+                     CLASSES, DROPOUT, FUSED, EVEN, ALIGN, TURNED, SENT, RELOAD)  # fmt: skip
 
 
 @triton.jit
@@ -347,8 +324,8 @@ def reduce(
         lists.ENDS.get(name, 0), tuning.tokens, tuning.features,
         rank_classes(layout.most_rank(name)),
         dropout, fused, all(size % tuning.features == 0 for size in features),
-        alignment(features), tuning.turned, tuning.early, tuning.sent, tuning.reload,
-        tuning.programs > 0, SHARINGS.index(tuning.sharing),
+        alignment(features), tuning.turned, tuning.sent, tuning.reload,
+        tuning.programs > 0, tuning.snake,
         num_warps=tuning.warps, num_stages=tuning.stages, **tuning.limits,
     )  # fmt: skip
 

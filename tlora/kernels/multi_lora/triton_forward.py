@@ -16,18 +16,8 @@ import triton.language as tl
 from tlora.kernels.multi_lora import blocks as lists
 from tlora.kernels.multi_lora.blocks import Blocks
 from tlora.kernels.multi_lora.devices import tuning_of
-from tlora.kernels.multi_lora.settings import SHARINGS, Shape, Tuning
-from tlora.kernels.multi_lora.triton_items import (
-    QUEUE,
-    item_of,
-    leave_queue,
-    most_rounds,
-    next_in_queue,
-    num_items,
-    num_rounds,
-    pick,
-    place_of,
-)
+from tlora.kernels.multi_lora.settings import Shape, Tuning
+from tlora.kernels.multi_lora.triton_items import num_items, pick, place_of
 from tlora.kernels.multi_lora.triton_streams import feature_hash, kept, linear_key, row_hash
 
 COLUMNS = tl.constexpr(lists.COLUMNS)
@@ -43,7 +33,6 @@ SCALE = tl.constexpr(lists.SCALE)
 KEEP = tl.constexpr(lists.KEEP)
 FIRST = tl.constexpr(lists.FIRST)
 SIZE = tl.constexpr(lists.SIZE)
-TICKETS = tl.constexpr(lists.TICKETS)
 
 
 @triton.jit
@@ -149,7 +138,7 @@ def _shrink_item(
     linear = pick(i_l, linear_0, linear_1, linear_2, NUM)
     for i in tl.static_range(CLASSES):
         if (rank > (8 << i if i > 0 else 0)) & (rank <= 16 << i):
-            _shrink_piece(p_s, p_partial, p_done + TICKETS + i_row, p_x, p_w, p_rows, p_row, start,
+            _shrink_piece(p_s, p_partial, p_done + i_row, p_x, p_w, p_rows, p_row, start,
                           rank, n, i_split, linear, T, W, SPLITS, BT, BK, 16 << i,
                           DROPOUT, EVEN)  # fmt: skip
 
@@ -349,32 +338,20 @@ def _expand_item(
 
 @triton.jit(do_not_specialize=["first_row", "linear_0", "linear_1", "linear_2"])
 def expand_kernel(
-    p_y0, p_y1, p_y2, p_bias0, p_bias1, p_bias2, p_s, p_w0, p_w1, p_w2, p_rows, p_table, p_queue,
+    p_y0, p_y1, p_y2, p_bias0, p_bias1, p_bias2, p_s, p_w0, p_w1, p_w2, p_rows, p_table,
     first_row, linear_0, linear_1, linear_2,
     LIST: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, W: tl.constexpr,
     NUM: tl.constexpr, ENDS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
     CLASSES: tl.constexpr, DROPOUT: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
-    ALIGN: tl.constexpr, OUTPUTS: tl.constexpr, MANY: tl.constexpr, SHARING: tl.constexpr,
+    ALIGN: tl.constexpr, OUTPUTS: tl.constexpr, MANY: tl.constexpr,
 ):  # fmt: skip
     """Y[tokens, features] (+)= sum over pieces of drop(S W) for a chunk of tokens of a linear."""
     total = num_items(p_table, LIST, ENDS, BN, N0, N1, N2)
-    if SHARING == QUEUE:
-        i_item = tl.program_id(0)
-        for i_round in tl.range(0, most_rounds(total), disable_licm=True):
-            i_item = next_in_queue(p_queue, i_item, i_round, total)
-            if i_item < total:
-                _expand_item(p_y0, p_y1, p_y2, p_bias0, p_bias1, p_bias2, p_s, p_w0, p_w1, p_w2,
-                             p_rows, p_table, first_row, i_item, linear_0, linear_1, linear_2,
-                             N0, N1, N2, W, NUM, ENDS, BT, BN,
-                             CLASSES, DROPOUT, ADD, BIAS, ALIGN, OUTPUTS, MANY)  # fmt: skip
-        leave_queue(p_queue)
-    else:
-        for i_round in tl.range(0, num_rounds(total, SHARING), disable_licm=True):
-            _expand_item(p_y0, p_y1, p_y2, p_bias0, p_bias1, p_bias2, p_s, p_w0, p_w1, p_w2,
-                         p_rows, p_table, first_row, item_of(i_round, SHARING),
-                         linear_0, linear_1, linear_2,
-                         N0, N1, N2, W, NUM, ENDS, BT, BN,
-                         CLASSES, DROPOUT, ADD, BIAS, ALIGN, OUTPUTS, MANY)  # fmt: skip
+    for i in tl.range(tl.program_id(0), total, tl.num_programs(0), disable_licm=True):
+        _expand_item(p_y0, p_y1, p_y2, p_bias0, p_bias1, p_bias2, p_s, p_w0, p_w1, p_w2,
+                     p_rows, p_table, first_row, i, linear_0, linear_1, linear_2,
+                     N0, N1, N2, W, NUM, ENDS, BT, BN,
+                     CLASSES, DROPOUT, ADD, BIAS, ALIGN, OUTPUTS, MANY)  # fmt: skip
 
 
 def num_programs(most: int, tuning: Tuning, device: torch.device) -> int:
@@ -488,13 +465,12 @@ def expand(
         ]
     expand_kernel[(num_programs(layout.capacity[name] * tiles, tuning, s.device),)](
         *three(y), *three(biases if has_bias else y), s, *three(w), rows, blocks.table,
-        blocks.finished, layout.first_row[name], *three(linears),
+        layout.first_row[name], *three(linears),
         lists.LISTS.index(name), *three(features), s.shape[1], layout.num_linears,
         lists.ENDS.get(name, 0), tuning.tokens, tuning.features,
         rank_classes(layout.most_rank(name)),
         dropout, not write, has_bias,
         alignment(features), len(y), layout.max_rank > layout.tiles.chunk_rank,
-        SHARINGS.index(tuning.sharing),
         num_warps=tuning.warps, num_stages=tuning.stages, **tuning.limits,
     )  # fmt: skip
 

@@ -1,20 +1,12 @@
 """Items of a work list: which of them a program takes, and where an item lies.
 
-A program takes every n-th item (turns); or does so, but from the other end in every other round
-(`SNAKE`): lists begin with the longest, and who had a long one gets a short one; or takes the next
-that nobody has (`QUEUE`). Who takes an item changes no bit of it.
+A program takes every n-th item; or does so, but from the other end in every other round (`SNAKE`):
+lists begin with the longest, and who had a long one gets a short one. Who takes an item changes no
+bit of it.
 """
 
 import triton
 import triton.language as tl
-
-from tlora.kernels.multi_lora import blocks as lists
-from tlora.kernels.multi_lora import settings
-
-TAKEN = tl.constexpr(lists.TAKEN)
-LEFT = tl.constexpr(lists.LEFT)
-SNAKE = tl.constexpr(settings.SHARINGS.index("snake"))
-QUEUE = tl.constexpr(settings.SHARINGS.index("queue"))
 
 
 @triton.jit
@@ -69,42 +61,18 @@ def place_of(
 
 
 @triton.jit
-def num_rounds(total, SHARING: tl.constexpr):
-    """Items that this program takes of so many, in turn or from both ends."""
+def num_rounds(total, SNAKE: tl.constexpr):
+    """Items that this program takes of so many."""
     i_program, programs = tl.program_id(0), tl.num_programs(0)
     whole = total // programs
-    if SHARING == SNAKE:
+    if SNAKE:
         i_program = tl.where(whole % 2 == 1, programs - 1 - i_program, i_program)
     return whole + (i_program < total % programs).to(tl.int32)
 
 
 @triton.jit
-def item_of(i_round, SHARING: tl.constexpr):
+def item_of(i_round, SNAKE: tl.constexpr):
     i_program, programs = tl.program_id(0), tl.num_programs(0)
-    if SHARING == SNAKE:
+    if SNAKE:
         i_program = tl.where(i_round % 2 == 1, programs - 1 - i_program, i_program)
     return i_round * programs + i_program
-
-
-@triton.jit
-def next_in_queue(p_queue, i_item, i_round, total):
-    """What follows `i_item`; the first of each program is that of its own number. None is taken
-    that is not done: no other program could have it."""
-    if (i_round > 0) & (i_item < total):
-        i_item = tl.atomic_add(p_queue + TAKEN, 1, sem="relaxed") + tl.num_programs(0)
-    return i_item
-
-
-@triton.jit
-def most_rounds(total):
-    """Items that one program may take from a queue: enough that all are taken, few enough to count
-    on to the end. (Of a loop without an end the compiler moves addresses out, and spills.)"""
-    return 4 * tl.cdiv(total, tl.num_programs(0)) + 4
-
-
-@triton.jit
-def leave_queue(p_queue):
-    """The last to leave makes it ready for the next launch."""
-    if tl.atomic_add(p_queue + LEFT, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-        tl.store(p_queue + TAKEN, 0)
-        tl.store(p_queue + LEFT, 0)
