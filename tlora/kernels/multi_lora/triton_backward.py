@@ -5,8 +5,8 @@
 `reduce` sums over tokens for A and B: a program holds some rank rows and features of the gradient
 and walks a chunk of one job's tokens. It can give dY B^T of its features on the way (`fused`), so
 that dY is read once; a small kernel then adds those parts up. Partial sums are added to the pool's
-gradient in the order of the job's tokens, by whichever program of the job finishes last: no atomic
-touches a sum.
+gradient in the order of the job's tokens, by whichever program of the job finishes last. A sum that
+is whole may be sent to the memory, which adds it: one addition per value and launch.
 """
 
 import torch
