@@ -1,16 +1,14 @@
-"""A product Y = X W that can take the adapters' share in the same loop, for Hopper: the kernel of
-`gpu_product.py`.
+"""A product Y = X W that takes the adapters' share in the same loop, for Hopper.
 
-X [tokens, depth] has S in columns behind: slots of 64, `SLOTS` for each linear (backward: for each
-slot all linears). W, [width, depth] forward and [depth, width] backward, has pages of 64 rank
-columns behind: B^T of a job forward, A of its `run` linears backward. A tile of Y takes the steps
-of `depth`, then those of its tokens' jobs: the table has a row for each block of as many tokens as
-a tile has, with the number of jobs and the step at which each one's pages begin. Where stacked
-linears end (`edge_1`, `edge_2`, in tiles) says which slots of X are a tile's own.
+    Y = X W^T + S B   forward: W [width, depth], B as [width, rank rows]
+    dX = dY W + dS A  backward: W [depth, width], A as [rank rows, width]
 
-S and the pages may also lie in buffers of their own (`apart`), wherever those are, with rows as
-long as those of X and W: a tensor descriptor has a stride between X and S as it has one between
-rows. So neither X nor W needs room behind its columns, and A of a pool is such pages as it is.
+After the steps of `depth` a tile of Y takes steps of 64 rank rows (a page), one for each job that
+has tokens in its block: only the tensors that a step reads differ, and a tensor descriptor can be
+chosen like any number. S lies in slots of 64 columns, one for each job of a block of tokens, zero
+in rows and columns that are not this job's (`place`): what else lies in a page meets zeros, and
+must be finite. `product_tables.py` says which jobs a block has. Columns of B begin at multiples of
+eight.
 """
 
 from collections.abc import Callable
@@ -19,21 +17,16 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from product_tables import BLOCK, PAGE, SLOTS, Tables
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-STEP = 64
-"""Columns of X and W that one step of the loop takes, and rank columns of a page."""
-SLOTS = 2
-"""Jobs that a block of tokens may have."""
 WAVE_TOKENS = 2048
 """Of the tiles that are computed side by side: with as many columns of W^T they make a wave."""
-SIZES = ["num_m", "num_n", "num_k", "group", "edge_1", "edge_2", "run", "turn_x", "turn_w"]
 
 
 class Setting(NamedTuple):
     kind: str
     """Triton's `loops`, or made one (`flat`)."""
-    rows: int
     columns: int
     stages: int
     parts: int
@@ -42,61 +35,51 @@ class Setting(NamedTuple):
     """On a multiprocessor."""
 
     def __str__(self) -> str:
-        words = [self.kind, f"{self.rows}x{self.columns}", f"s{self.stages}", f"e{self.parts}"]
+        words = [self.kind, f"{BLOCK}x{self.columns}", f"s{self.stages}", f"e{self.parts}"]
         if self.programs > 1:
             words.append(f"p{self.programs}")
         return " ".join(words)
 
 
-WIDE = [(rows, 384 - rows, *rest) for rows in (128, 256) for rest in ((3, 1), (3, 2), (4, 2))]
-SMALL = [(128, 128, 3, 2, 2), (128, 128, 4, 1)]
-SETTINGS = [Setting(kind, *rest) for kind in ("loops", "flat") for rest in (*WIDE, *SMALL)]
-"""What compiles for sm_90 without spills in 227 KB. `warp_specialize` does not: Triton 3.6 and 3.7
-refuse it with four warps and ignore it with eight."""
+SHAPES = [(256, 3, 1), (256, 3, 2), (256, 4, 2), (128, 3, 2, 2), (128, 4, 1)]
+SETTINGS = [Setting(kind, *shape) for kind in ("loops", "flat") for shape in SHAPES]
+"""What compiles for sm_90 without spills in 227 KB."""
 
 
-@triton.jit(do_not_specialize=[*SIZES, "most"])
+@triton.jit(do_not_specialize=["num_m", "num_n", "num_k", "group", "first_slot"])
 def product_kernel(
-    x_desc, w_desc, y_desc, p_table, num_m, num_n, num_k, group, edge_1, edge_2, run,
-    turn_x, turn_w, most,
-    BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr, SLOTS: tl.constexpr,
-    SPLIT: tl.constexpr, FLAT: tl.constexpr, BACKWARD: tl.constexpr, FUSED: tl.constexpr,
-    APART: tl.constexpr,
+    x_desc, s_desc, w_desc, page_desc, y_desc, p_pages, num_m, num_n, num_k, group, first_slot,
+    BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr, SPLIT: tl.constexpr,
+    FLAT: tl.constexpr, BACKWARD: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
+    most = 0
+    if FUSED:
+        most = tl.load(p_pages).to(tl.int32)
     for i_tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLAT):
         i_inside = i_tile % (group * num_n)
         i_m = i_tile // (group * num_n) * group + i_inside % group
         i_n = i_inside // group
-        num_steps, shift, page_1, page_2 = num_k, 0, 0, 0
+        jobs = 0
         if FUSED:
+            p_row = p_pages + 1 + i_m * 3
             # Loops of unlike length are not made one: there every tile takes the most steps.
-            jobs = most if FLAT else tl.load(p_table + i_m * (1 + SLOTS))
-            num_steps += jobs * run
-            page_1 = tl.load(p_table + i_m * (1 + SLOTS) + 1)
-            page_2 = tl.load(p_table + i_m * (1 + SLOTS) + 2) - run
-            shift = ((i_n >= edge_1).to(tl.int32) + (i_n >= edge_2).to(tl.int32)) * SLOTS
+            jobs = most if FLAT else tl.load(p_row).to(tl.int32)
+            four, next_four = tl.load(p_row + 1), tl.load(p_row + 2)
         b_y = tl.zeros((BM, BN), dtype=tl.float32)
-        for i_k in range(num_steps):
-            i_x, i_w = i_k, i_k
+        for i_k in range(num_k + jobs):
+            x, w, at_x, at_w = x_desc, w_desc, i_k * STEP, i_k * STEP
             if FUSED:
-                i_more = i_k - num_k
-                i_page = i_more + tl.where(i_more < run, page_1, page_2)
-                i_x = tl.where(i_more < 0, i_k, (i_more if APART else i_k) + shift)
-                i_w = tl.where(i_more < 0, i_k, i_page)
-            if APART:
-                is_more = (i_k >= num_k).to(tl.int32)
-                b_x = x_desc.load([is_more ^ turn_x, i_m * BM, i_x * STEP]).reshape(BM, STEP)
-                i_half = is_more ^ turn_w
-                if BACKWARD:
-                    b_w = w_desc.load([i_half, i_w * STEP, i_n * BN]).reshape(STEP, BN)
-                else:
-                    b_w = w_desc.load([i_half, i_n * BN, i_w * STEP]).reshape(BN, STEP).T
+                i_slot = i_k - num_k
+                if i_slot >= 0:
+                    x, w = s_desc, page_desc
+                pages = tl.where(i_slot < 4, four, next_four) >> (i_slot & 3) * 16
+                at_x = tl.where(i_slot < 0, at_x, (first_slot + i_slot) * STEP)
+                at_w = tl.where(i_slot < 0, at_w, (pages & 0xFFFF).to(tl.int32))
+            b_x = x.load([i_m * BM, at_x])  # [BM, STEP]
+            if BACKWARD:  # noqa: SIM108 - Triton has no such expression
+                b_w = w.load([at_w, i_n * BN])  # [STEP, BN]
             else:
-                b_x = x_desc.load([i_m * BM, i_x * STEP])  # [BM, STEP]
-                if BACKWARD:
-                    b_w = w_desc.load([i_w * STEP, i_n * BN])  # [STEP, BN]
-                else:
-                    b_w = w_desc.load([i_n * BN, i_w * STEP]).T
+                b_w = w.load([i_n * BN, at_w]).T
             b_y = tl.dot(b_x, b_w, b_y)
         if SPLIT == 1:
             y_desc.store([i_m * BM, i_n * BN], b_y.to(y_desc.dtype))
@@ -106,71 +89,77 @@ def product_kernel(
             y_desc.store([i_m * BM, i_n * BN + BN // 2], b_right.to(y_desc.dtype))
 
 
-class Sizes(NamedTuple):
-    depth: int
-    backward: bool
-    ends: tuple[int, int]
-    """Columns of Y where the first and the second linear end."""
-    run: int
-    """Pages of a job."""
+@triton.jit(do_not_specialize=["T"])
+def place_kernel(
+    p_slots, p_s, p_spans, p_pages, T,
+    W: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, PAGE: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """S of a block's jobs side by side, each linear's jobs together; zeros elsewhere."""
+    i_m, i_slot, i_l = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if i_slot < tl.load(p_pages).to(tl.int32):
+        p_span = p_spans + ((i_l * tl.num_programs(0) + i_m) * SLOTS + i_slot) * 4
+        start, stop = tl.load(p_span), tl.load(p_span + 1)
+        col, rank = tl.load(p_span + 2), tl.load(p_span + 3)
+        o_t, o_r = i_m * BM + tl.arange(0, BM), tl.arange(0, PAGE)
+        m_s = ((o_t >= start) & (o_t < stop))[:, None] & (o_r < rank)[None, :]
+        row = o_t.to(tl.int64)[:, None]
+        b_s = tl.load(p_s + row * W + col + o_r[None, :], mask=m_s, other=0.0)
+        at = (i_l * SLOTS + i_slot) * PAGE + o_r[None, :]
+        tl.store(p_slots + row * WIDTH + at, b_s, mask=(o_t < T)[:, None])
 
 
-class Apart(NamedTuple):
-    """What is not behind the columns of X and W, in rows as long as theirs."""
+def place(slots: torch.Tensor, s: torch.Tensor, tables: Tables) -> None:
+    """Fill the slots that products read: [tokens, linears x SLOTS x PAGE]."""
+    linears, blocks = tables.spans.shape[:2]
+    place_kernel[(blocks, SLOTS, linears)](
+        slots, s, tables.spans, tables.pages, len(s), s.shape[1], slots.shape[1],
+        BLOCK, PAGE, SLOTS, num_warps=4,
+    )  # fmt: skip
 
-    s: torch.Tensor
-    pages: torch.Tensor
 
+class Update(NamedTuple):
+    """What the adapters add to a product."""
 
-def both(one: torch.Tensor, other: torch.Tensor, block: list[int]) -> tuple[TensorDescriptor, int]:
-    """A descriptor of the two as one tensor of two halves, and which half is `one`."""
-    assert one.stride() == other.stride(), "rows must be of one length"
-    first, second = sorted((one, other), key=torch.Tensor.data_ptr)
-    apart = (second.data_ptr() - first.data_ptr()) // one.itemsize
-    if one.is_cuda:
-        assert apart * one.itemsize < 1 << 40, "a descriptor has no such stride"
-    rows = max(len(one), len(other))
-    shape, strides = [2, rows, one.stride(0)], [apart, *one.stride()]
-    return TensorDescriptor(first, shape, strides, [1, *block]), int(first is other)
+    slots: torch.Tensor
+    rows: torch.Tensor
+    """A [rank rows, width], or B turned [width, rank rows]."""
+    tables: Tables
+    linear: int = 0
 
 
 def step_of(
     setting: Setting,
-    sizes: Sizes,
     x: torch.Tensor,
     w: torch.Tensor,
     y: torch.Tensor,
-    table: torch.Tensor | None = None,
-    most: int = 0,
-    apart: Apart | None = None,
-) -> Callable:
-    """A launch, as a call without arguments; `most` jobs are in a row of the table."""
-    kind, rows, columns, stages, parts, programs = setting
-    x_block, w_block = [rows, STEP], [STEP, columns] if sizes.backward else [columns, STEP]
-    turns = [0, 0]
-    if apart is None:
-        descs = [TensorDescriptor.from_tensor(x, x_block), TensorDescriptor.from_tensor(w, w_block)]
-    else:
-        pairs = [both(x, apart.s, x_block), both(w, apart.pages, w_block)]
-        descs, turns = [desc for desc, _ in pairs], [turn for _, turn in pairs]
-    descs.append(TensorDescriptor.from_tensor(y, [rows, columns // parts]))
-    num_m, num_n = len(y) // rows, y.shape[1] // columns
-    group = min(WAVE_TOKENS // rows, num_m)
-    edges = [end // columns for end in sizes.ends]
-    numbers = [num_m, num_n, sizes.depth // STEP, group, *edges, sizes.run, *turns]
-    constants = {"BN": columns, "STEP": STEP, "SLOTS": SLOTS, "SPLIT": parts,
-                 "BACKWARD": sizes.backward, "FUSED": table is not None,
-                 "APART": apart is not None}  # fmt: skip
+    *,
+    backward: bool,
+    update: Update | None = None,
+) -> Callable[[], object]:
+    """A launch, as a call without arguments."""
+    kind, columns, stages, parts, programs = setting
+    w_block = [PAGE, columns] if backward else [columns, PAGE]
+    x_desc = TensorDescriptor.from_tensor(x, [BLOCK, PAGE])
+    w_desc = TensorDescriptor.from_tensor(w, w_block)
+    s_desc, page_desc, first_slot = x_desc, w_desc, 0
+    pages = torch.zeros(1, dtype=torch.int64, device=y.device)
+    if update:
+        s_desc = TensorDescriptor.from_tensor(update.slots, [BLOCK, PAGE])
+        page_desc = TensorDescriptor.from_tensor(update.rows, w_block)
+        first_slot, pages = update.linear * SLOTS, update.tables.pages[update.linear]
+    y_desc = TensorDescriptor.from_tensor(y, [BLOCK, columns // parts])
+    num_m, num_n = triton.cdiv(len(y), BLOCK), triton.cdiv(y.shape[1], columns)
     processors = torch.cuda.get_device_properties(0).multi_processor_count if y.is_cuda else 2
     grid = (min(processors * programs, num_m * num_n),)
-    if table is None:
-        table = torch.zeros(1, dtype=torch.int32, device=y.device)
+    group = min(WAVE_TOKENS // BLOCK, num_m)
 
-    def launch(_held: object = (x, w, apart)) -> object:
-        """A descriptor holds on to one tensor only."""
+    def launch() -> object:
         return product_kernel[grid](
-            *descs, table, *numbers, most, BM=rows, FLAT=kind == "flat", num_stages=stages,
-            num_warps=8 if rows * columns > 128 * 128 else 4, **constants,
+            x_desc, s_desc, w_desc, page_desc, y_desc, pages,
+            num_m, num_n, triton.cdiv(x.shape[1], PAGE), group, first_slot,
+            BM=BLOCK, BN=columns, STEP=PAGE, SPLIT=parts, FLAT=kind == "flat",
+            BACKWARD=backward, FUSED=update is not None,
+            num_stages=stages, num_warps=8 if columns > 128 else 4,
         )  # fmt: skip
 
     return launch
