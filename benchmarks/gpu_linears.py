@@ -7,9 +7,9 @@
 NaN, and shows that a scale off by 1 % is refused. --stages times each kernel beside its bytes.
 --layer times forward and dX of the seven linears, frozen and with adapters, as replays of a
 captured graph and, with --plain, without one; `by group` is the same from the groups timed one by
-one. --composed takes nano-batches as the engine makes them of so many jobs, not one with all of
-them. --warm first compiles every kernel, in processes side by side. Tables first, then one JSON
-line.
+one; `--how inside` has the update in products of our own (inside_group.py). --composed takes
+nano-batches as the engine makes them of so many jobs, not one with all of them. --warm first
+compiles every kernel, in processes side by side. Tables first, then one JSON line.
 """
 
 import argparse
@@ -19,181 +19,20 @@ import statistics
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from multiprocessing import get_context
 
 import torch
 import triton
-from composed_batch import Part, composed_batch
+from inside_group import SETTINGS as INSIDE
+from inside_group import InsideGroup
 from layer_shapes import SHAPES
+from linear_group import Case, Group
 
 from tlora.kernels.multi_lora import reference
 from tlora.kernels.multi_lora import triton_backward as backward
 from tlora.kernels.multi_lora import triton_forward as forward
-from tlora.kernels.multi_lora.blocks import Blocks, Layout, Tiles
 from tlora.kernels.multi_lora.tables import Segment
-from tlora.kernels.streams import step_key, threshold
-from tlora.runtime.benchmark.settings import read_lengths
-
-MIXED = (8, 64, 16, 32)
-
-
-@dataclass(frozen=True)
-class Case:
-    tokens: int
-    adapters: int
-    ranks: str
-    dropout: float
-    zero: bool = False
-    """Gradients are marked as zero: a job's whole batch is in the nano-batch."""
-
-    composed: int | None = None
-    """The nano-batch of this number that the engine makes of so many jobs, instead of one with all
-    adapters in it."""
-
-    lengths: str = "512"
-    batch: tuple[int, ...] = (1, 2, 4)
-
-    @property
-    def max_rank(self) -> int:
-        return max(self.rank(i) for i in range(self.adapters))
-
-    def rank(self, i: int) -> int:
-        return MIXED[i % len(MIXED)] if self.ranks == "mixed" else int(self.ranks)
-
-    def segments(self, linears: int) -> list[Segment]:
-        parts = self.uneven() if self.composed is None else self.as_composed(self.composed)
-        segments, start, a_row, b_row = [], 0, 0, 0
-        for part in parts:
-            rank, stop = self.rank(part.job), start + part.tokens
-            segments.append(
-                Segment(
-                    start=start,
-                    stop=stop,
-                    a_row=a_row,
-                    ranks=(rank,) * linears,
-                    b_rows=(b_row,) * linears,
-                    scale=16 / rank,
-                    threshold=threshold(self.dropout),
-                    key=step_key(part.job, 3),
-                    zero_grad=part.begins,
-                )
-            )
-            start, a_row, b_row = stop, a_row + rank * linears, b_row + rank
-        return segments
-
-    def uneven(self) -> list[Part]:
-        """Of all adapters, so that they fill the nano-batch."""
-        weights = [1.0 + 0.5 * ((7 * i) % 5 - 2) / 2 for i in range(self.adapters)]
-        edges = [0, *itertools.accumulate(weights)]
-        edges = [round(edge / edges[-1] * self.tokens) for edge in edges]
-        return [
-            Part(i, stop - start, self.zero)
-            for i, (start, stop) in enumerate(itertools.pairwise(edges))
-        ]
-
-    def as_composed(self, number: int) -> list[Part]:
-        return composed_batch(
-            [self.rank(i) for i in range(self.adapters)],
-            self.tokens,
-            lengths=read_lengths(self.lengths),
-            batches=self.batch,
-            number=number,
-        )
-
-
-class Group:
-    """Linears that share an input, with pools, gradients and block tables."""
-
-    def __init__(self, case: Case, features: tuple, *, shadow: bool = False):
-        self.case = case
-        self.num_in, self.outs = features
-        tiles = Tiles.for_tokens(case.tokens, dropout=case.dropout > 0)
-        n = len(self.outs)
-        self.segments = case.segments(n)
-        rank_rows = sum(s.ranks[0] for s in self.segments)
-        random = {"device": "cuda", "dtype": torch.bfloat16}
-        self.x = torch.randn(case.tokens, self.num_in, **random)
-        self.weights = [
-            torch.randn(o, self.num_in, **random) * self.num_in**-0.5 for o in self.outs
-        ]
-        self.dy = [torch.randn(case.tokens, o, **random) * 0.1 for o in self.outs]
-        self.a = torch.randn(rank_rows * n, self.num_in, device="cuda") * self.num_in**-0.5
-        self.b = [torch.randn(rank_rows, o, device="cuda") * 0.1 for o in self.outs]
-        self.grad_a = torch.zeros_like(self.a)
-        self.grad_b = [torch.zeros_like(b) for b in self.b]
-        self.a_used = self.a.bfloat16() if shadow else self.a
-        self.b_used = [b.bfloat16() for b in self.b] if shadow else self.b
-        self.rows = torch.cat(
-            [
-                torch.arange(s.stop - s.start, dtype=torch.int32, device="cuda")
-                for s in self.segments
-            ]
-            # Padding is nobody's.
-            + [torch.zeros(case.tokens, dtype=torch.int32, device="cuda")]
-        )[: case.tokens]
-        self.linears = list(range(5, 5 + n))
-        layout = Layout(
-            num_tokens=case.tokens,
-            in_features=self.num_in,
-            out_features=self.outs,
-            max_segments=max(32, case.adapters),
-            max_rank=case.max_rank,
-            dropout=case.dropout > 0,
-            tiles=tiles,
-        )
-        self.blocks = Blocks.new(layout, "cuda")
-        self.blocks.copy(self.segments)
-        self.y = [torch.empty(case.tokens, o, **random) for o in self.outs]
-        self.dx = torch.empty_like(self.x)
-        self.s = torch.empty(case.tokens, layout.s_width, **random)
-        self.ds = torch.empty_like(self.s)
-
-    def frozen_forward(self):
-        for y, w in zip(self.y, self.weights, strict=True):
-            torch.mm(self.x, w.T, out=y)
-
-    def frozen_backward(self):
-        torch.mm(self.dy[0], self.weights[0], out=self.dx)
-        for dy, w in zip(self.dy[1:], self.weights[1:], strict=True):
-            self.dx.addmm_(dy, w)
-
-    def forward(self, how: str):
-        if how == "add":
-            self.frozen_forward()
-        self.s = forward.add_forward(
-            self.y, self.x, self.a_used, self.b_used, self.blocks, self.rows, self.linears,
-            write=how != "add",
-        )  # fmt: skip
-        if how == "write":
-            for y, w in zip(self.y, self.weights, strict=True):
-                y.addmm_(self.x, w.T)
-
-    def backward(self, how: str):
-        if how == "add":
-            self.frozen_backward()
-        backward.add_backward(
-            self.dx, self.x, self.dy, self.s, self.a_used, self.b_used, self.grad_a, self.grad_b,
-            self.blocks, self.rows, self.linears, write=how != "add",
-        )  # fmt: skip
-        if how == "write":
-            for dy, w in zip(self.dy, self.weights, strict=True):
-                self.dx.addmm_(dy, w)
-
-    def floor_bytes(self) -> dict[str, int]:
-        """Activations and pools once per kernel that touches them; gradients read and written."""
-        x = 2 * self.case.tokens * self.num_in
-        y = 2 * self.case.tokens * sum(self.outs)
-        a = self.a_used.numel() * self.a_used.itemsize
-        b = sum(b.numel() * b.itemsize for b in self.b_used)
-        grad_a, grad_b = 8 * self.a.numel(), 8 * sum(b.numel() for b in self.b)
-        return {
-            "shrink_x": x + a,
-            "expand_y": y + b,
-            "reduce_b": y + b + grad_b,
-            "reduce_a": x + grad_a,
-            "expand_dx": x + a,
-        }
+from tlora.kernels.streams import threshold
 
 
 def relative(value: torch.Tensor, expected: torch.Tensor) -> float:
@@ -388,10 +227,42 @@ def stages(case: Case, shape: str, shadow: bool) -> dict:
     return result
 
 
+def new_group(case: Case, name: str, features: tuple, shadow: bool, hows: list[str]) -> Group:
+    if "inside" in hows:
+        return InsideGroup(case, features, shadow=shadow, settings=INSIDE[name])
+    return Group(case, features, shadow=shadow)
+
+
+def check_inside(name: str, group: Group, limit: float = 6e-3) -> None:
+    """The update inside the product gives what adapters first do, but for roundings; frozen linears
+    do not."""
+    results = []
+    for how in ("write", "inside", "frozen"):
+        for tensor in (*group.y, group.dx):
+            tensor.fill_(float("nan"))
+        if how == "frozen":
+            group.frozen_forward()
+            group.frozen_backward()
+        else:
+            group.forward(how)
+            group.backward(how)
+        results.append([tensor.float() for tensor in (*group.y, group.dx)])
+    for tensor in (group.grad_a, *group.grad_b):
+        tensor.zero_()
+    right, found, twin = results
+    errors = [relative(u, v) for u, v in zip(found, right, strict=True)]
+    twins = [relative(u, v) for u, v in zip(twin, right, strict=True)]
+    if not max(errors) < limit < min(twins):
+        raise AssertionError(f"{name}, inside: errors {errors}, frozen {twins}")
+
+
 def layer(
     case: Case, shape: str, shadow: bool, hows: list[str], plain: bool, timing: dict[str, int]
 ) -> dict:
-    groups = {n: Group(case, f, shadow=shadow) for n, f in SHAPES[shape].items()}
+    groups = {n: new_group(case, n, f, shadow, hows) for n, f in SHAPES[shape].items()}
+    if "inside" in hows:
+        for name, group in groups.items():
+            check_inside(name, group)
 
     def frozen():
         for g in groups.values():
@@ -457,9 +328,9 @@ def by_group(times: dict[str, float], how: str) -> float:
     return sums[how] / sums["frozen"] - 1
 
 
-def compile_group(case: Case, features: tuple, shadow: bool, hows: list[str]) -> None:
+def compile_group(case: Case, name: str, features: tuple, shadow: bool, hows: list[str]) -> None:
     """Run every kernel of a group once; what it compiles is kept on disk for others."""
-    group = Group(case, features, shadow=shadow)
+    group = new_group(case, name, features, shadow, hows)
     for how in hows:
         group.forward(how)
         group.backward(how)
@@ -471,9 +342,9 @@ def warm(cases: list[Case], shape: str, shadow: bool, hows: list[str]) -> None:
     kinds = {(c.tokens, c.max_rank, c.dropout, max(32, c.adapters)): c for c in cases}
     with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:
         made = [
-            pool.submit(compile_group, case, features, shadow, hows)
+            pool.submit(compile_group, case, name, features, shadow, hows)
             for case in kinds.values()
-            for features in SHAPES[shape].values()
+            for name, features in SHAPES[shape].items()
         ]
         for each in made:
             each.result()
@@ -486,7 +357,9 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--ranks", nargs="+", default=["16", "64", "mixed"])
     parser.add_argument("--dropout", type=float, nargs="+", default=[0.0, 0.05])
-    parser.add_argument("--how", nargs="+", default=["add", "write"], choices=["add", "write"])
+    parser.add_argument(
+        "--how", nargs="+", default=["add", "write"], choices=["add", "write", "inside"]
+    )
     parser.add_argument("--shadow", action="store_true", help="bf16 copies of the pools")
     parser.add_argument("--warm", action="store_true", help="compile first, side by side")
     parser.add_argument("--plain", action="store_true", help="time without graphs too")

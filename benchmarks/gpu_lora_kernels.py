@@ -8,25 +8,29 @@
 No model is needed: the linears of a Llama 8B or 1B layer, random values, eight jobs of rank 8, 16,
 32, 64 twice (or --jobs), sequences of 512 (at 2,048 tokens four of the jobs have tokens). Launches
 rotate over the buffers of several layers, so that the L2 cache is cold, in a captured graph, so
-that the host does not count. Each setting is compared with a float32 product of the same values,
-outputs poisoned with NaN; a product 1 % off must be refused. One JSON line per row is written as it
-is measured.
+that the host does not count. --clock holds the clock where the products of a layer have it (1,455
+MHz on an H200), if the driver lets us. Each setting is compared with a float32 product of the same
+values, outputs poisoned with NaN; a product 1 % off must be refused. One JSON line per row is
+written as it is measured.
 """
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import itertools
 import json
 import math
 import multiprocessing
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import time
 import zlib
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -71,6 +75,21 @@ def time_us(steps: list, rounds: int, device: str) -> float:
         samples.append(start.elapsed_time(stop) * 1e3 / 2 / len(steps))
     graph.reset()
     return statistics.median(samples)
+
+
+@contextlib.contextmanager
+def held_clock(mhz: int) -> Iterator[bool]:
+    """Whether the device keeps this clock meanwhile; 0: as it comes."""
+    tool = shutil.which("nvidia-smi") if mhz else None
+    if tool is None:
+        yield False
+        return
+    asked = [tool, "--lock-gpu-clocks", f"{mhz},{mhz}"]
+    held = subprocess.run(asked, capture_output=True, check=False).returncode == 0
+    try:
+        yield held
+    finally:
+        subprocess.run([tool, "--reset-gpu-clocks"], capture_output=True, check=False)
 
 
 def commit() -> str | None:
@@ -359,6 +378,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=85, help="start no row after so many")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--json", help="append one line per row here")
+    parser.add_argument("--clock", type=int, default=0, metavar="MHZ", help="hold it")
     parser.add_argument("--dry", action="store_true", help="tiny shapes in Triton's interpreter")
     args = parser.parse_args()
     if args.dry:
@@ -370,11 +390,15 @@ def main() -> None:
         remember_compiled()
         print(versions())
     bench = Bench(args)
-    try:
-        bench.run()
-    finally:
-        bench.tables()
-        bench.close()
+    with held_clock(args.clock) as held:
+        if args.clock and not held:
+            sys.exit(f"the clock cannot be held at {args.clock} MHz here")
+        bench.facts["clock_mhz"] = args.clock or None
+        try:
+            bench.run()
+        finally:
+            bench.tables()
+            bench.close()
 
 
 if __name__ == "__main__":

@@ -22,8 +22,9 @@ from multiprocessing import get_context
 
 import torch
 import triton
-from gpu_linears import Case, Group, by_group, graph_of, times_us
+from gpu_linears import by_group, graph_of, times_us
 from layer_shapes import SHAPES
+from linear_group import Case, Group
 
 from tlora.kernels.multi_lora import devices, settings
 from tlora.kernels.multi_lora.settings import Tuning

@@ -25,7 +25,7 @@ LINEARS = 2
 
 
 def segment(start: int, stop: int, i: int, rank: int) -> Segment:
-    """Pages meet rows of a neighbour. Columns of B begin at multiples of eight, rows of A do not."""
+    """Pages meet rows of a neighbour. B begins at multiples of eight, A anywhere."""
     return Segment(start, stop, 75 * i, (rank, rank - 3), (40 * i, 40 * i + 8), scale=1.0)
 
 
@@ -119,3 +119,24 @@ def test_rows_beyond_16_bits_with_a_sign_are_kept():
     assert (int(pages[0, 2]) >> 48) & 0xFFFF == 65_000
     assert (int(pages[1, 2]) >> 48) & 0xFFFF == 40_000
     assert int(pages[0, 0]) == int(pages[0, 1]) == 4
+
+
+@runs_kernels
+@pytest.mark.parametrize("features", [(128, (256,)), (128, (256, 128))], ids=["one", "two"])
+def test_linears_with_the_update_inside_give_what_adapters_first_do(features):
+    """Forward and backward, of one linear and of two; frozen linears alone do not."""
+    linears = __import__("gpu_linears")
+    setting = kernels.Setting("flat", 128, 3, 1)
+    case = linears.Case(256, 3, "mixed", 0.0)
+    settings = (setting, setting if len(features[1]) == 1 else None)
+    group = linears.InsideGroup(case, features, shadow=True, settings=settings)
+    linears.check_inside("linears", group)
+    before = group.grad_a.clone()
+    group.forward("inside")
+    group.backward("inside")
+    assert not before.any()
+    assert group.grad_a.any(), "gradients are added to as ever"
+    group.segments[0] = replace(group.segments[0], b_rows=(8,) * len(features[1]))
+    group.tables["b"].pages.copy_(tables.build(group.segments, 256, "b").pages)
+    with pytest.raises(AssertionError, match="inside: errors"):
+        linears.check_inside("linears", group)
