@@ -65,11 +65,12 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=8192)
     parser.add_argument("--json", help="append the lines here")
     args = parser.parse_args()
+    command = f"composed_jobs.py {Path(args.lengths).name} --jobs {args.jobs}"
     lines = []
     for (name, lengths), batches in product(read_all(args.lengths, args.budget).items(), BATCHES):
         found = counted(lengths, batches, args.jobs, args.budget)
         case = {"lengths": name, "batches": batches, "jobs": args.jobs, "budget": args.budget}
-        lines.append({"kind": "composed_jobs", **case, **found})
+        lines.append({"kind": "composed_jobs", "command": command, **case, **found})
         print(
             f"{name:24} batches {batches!s:10} {found['jobs_mean']:5} jobs, at most"
             f" {found['jobs_most']}; {found['with_many']} of {COUNT} with {found['many']} or more:"

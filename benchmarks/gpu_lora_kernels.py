@@ -89,7 +89,8 @@ def held_clock(mhz: int) -> Iterator[bool]:
     try:
         yield held
     finally:
-        subprocess.run([tool, "--reset-gpu-clocks"], capture_output=True, check=False)
+        if held:
+            subprocess.run([tool, "--reset-gpu-clocks"], capture_output=True, check=False)
 
 
 def commit() -> str | None:
@@ -389,10 +390,10 @@ def main() -> None:
     if not args.dry:
         remember_compiled()
         print(versions())
-    bench = Bench(args)
     with held_clock(args.clock) as held:
         if args.clock and not held:
             sys.exit(f"the clock cannot be held at {args.clock} MHz here")
+        bench = Bench(args)
         bench.facts["clock_mhz"] = args.clock or None
         try:
             bench.run()

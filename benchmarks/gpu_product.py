@@ -1,7 +1,7 @@
 """What the adapters' update costs inside the backbone product, beside cuBLAS, on one GPU.
 
     python benchmarks/gpu_product.py --json product.jsonl            # the 8B layer, all of it
-    python benchmarks/gpu_product.py --only "o forward" --seconds 30
+    python benchmarks/gpu_product.py --only "q, o forward" --seconds 30
 
 The products of an 8B layer over 8,192 tokens in bf16, forward (Y = X W^T) and backward (dX = dY W):
 by cuBLAS, by kernels of our own, and by those with the update inside (`product_kernels.py`), where

@@ -38,6 +38,8 @@ class InsideGroup(Group):
         }
         on_y, on_dx = settings
         assert on_dx is None or n == 1, "backward of several linears is not inside"
+        if case.dropout:
+            on_dx = None  # A mask acts on dS A before the sum.
         self.y_steps = self.dx_step = None
         if on_y:
             turned = [b.T.contiguous().to(self.x.dtype) for b in self.b_used]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from product_tables import BLOCK, PAGE, SLOTS, Tables
+from product_tables import BLOCK, MOST_ROWS, PAGE, SLOTS, Tables
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 WAVE_TOKENS = 2048
@@ -56,9 +56,11 @@ def product_kernel(
     if FUSED:
         most = tl.load(p_pages).to(tl.int32)
     for i_tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLAT):
+        first = i_tile // (group * num_n) * group
         i_inside = i_tile % (group * num_n)
-        i_m = i_tile // (group * num_n) * group + i_inside % group
-        i_n = i_inside // group
+        rows = tl.minimum(group, num_m - first)
+        i_m = first + i_inside % rows
+        i_n = i_inside // rows
         jobs = 0
         if FUSED:
             p_row = p_pages + 1 + i_m * 3
@@ -144,6 +146,7 @@ def step_of(
     s_desc, page_desc, first_slot = x_desc, w_desc, 0
     pages = torch.zeros(1, dtype=torch.int64, device=y.device)
     if update:
+        assert len(update.rows if backward else update.rows.T) <= MOST_ROWS, "rows have 16 bits"
         s_desc = TensorDescriptor.from_tensor(update.slots, [BLOCK, PAGE])
         page_desc = TensorDescriptor.from_tensor(update.rows, w_block)
         first_slot, pages = update.linear * SLOTS, update.tables.pages[update.linear]

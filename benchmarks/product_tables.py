@@ -16,6 +16,8 @@ PAGE = 64
 """Rank rows that one step takes."""
 SLOTS = 8
 """Jobs that a block may have."""
+MOST_ROWS = 1 << 16
+"""Of a pool: their numbers have 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,16 @@ def build(segments: Sequence[Segment], num_tokens: int, side: str) -> Tables:
     packed = np.zeros((linears, blocks, 2), dtype=np.uint64)
     spans = np.zeros((linears, blocks, SLOTS, 4), dtype=np.int32)
     for each in segments:
+        if each.start == each.stop:
+            continue
         if max(each.ranks) > PAGE:
             raise ValueError(f"ranks above {PAGE} take more than a page")
         a_rows = accumulate(each.ranks[:-1], initial=each.a_row)
-        first_rows = a_rows if side == "a" else each.b_rows
+        first_rows = list(a_rows if side == "a" else each.b_rows)
+        if max(first_rows) >= MOST_ROWS:
+            raise ValueError(f"rank rows begin below {MOST_ROWS}, not at {max(first_rows)}")
+        if side == "b" and any(row % 8 for row in first_rows):
+            raise ValueError(f"columns of B begin at multiples of eight, not at {first_rows}")
         cols = accumulate((-(-rank // 8) * 8 for rank in each.ranks[:-1]), initial=0)
         places = list(zip(first_rows, cols, each.ranks, strict=True))
         for block in range(each.start // BLOCK, -(-each.stop // BLOCK)):

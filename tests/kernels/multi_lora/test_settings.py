@@ -104,7 +104,7 @@ def test_other_devices_get_what_fits(kernel, shared_bytes, capability):
         assert found.features <= best.features
         assert found.stages <= best.stages
         sizes = {"tokens": best.tokens, "features": best.features, "stages": best.stages}
-        # None of them sends four values at once, or has products that read shared memory.
+        # Their products take operands from registers.
         ways = {"sent": False, "reload": False}
         assert dataclasses.replace(found, **sizes) == dataclasses.replace(best, **ways)
         assert found.features >= 32 or kernel == "sum", "the counters have room for no more tiles"

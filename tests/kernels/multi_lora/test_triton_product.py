@@ -94,7 +94,7 @@ def test_a_product_has_the_update_of_each_job(name, kind):
 
 @runs_kernels
 def test_a_job_has_the_same_bits_among_others():
-    """In another slot, with other pages; and with the same neighbours in another place."""
+    """In another slot, with other pages."""
     setting = kernels.Setting("flat", 128, 3, 1)
     mine = segment(20, 100, 3, 16)
     companies = [[mine], [segment(0, 20, 5, 64), mine, segment(100, 128, 0, 5)]]
@@ -109,6 +109,12 @@ def test_blocks_and_ranks_that_do_not_fit_are_refused():
         tables.build(crowd, TOKENS, "a")
     with pytest.raises(ValueError, match="ranks above 64"):
         tables.build([replace(crowd[0], ranks=(65, 8))], TOKENS, "a")
+    with pytest.raises(ValueError, match="begin below 65536, not at 65536"):
+        tables.build([replace(crowd[0], b_rows=(0, 65_536))], TOKENS, "b")
+    with pytest.raises(ValueError, match="multiples of eight, not at"):
+        tables.build([replace(crowd[0], b_rows=(0, 4))], TOKENS, "b")
+    empty = replace(crowd[8], start=80, stop=80)
+    assert int(tables.build([*crowd[:8], empty], TOKENS, "a").pages[0, 0]) == 8
 
 
 def test_rows_beyond_16_bits_with_a_sign_are_kept():
@@ -140,3 +146,27 @@ def test_linears_with_the_update_inside_give_what_adapters_first_do(features):
     group.tables["b"].pages.copy_(tables.build(group.segments, 256, "b").pages)
     with pytest.raises(AssertionError, match="inside: errors"):
         linears.check_inside("linears", group)
+
+
+@runs_kernels
+def test_an_output_that_is_not_written_is_seen():
+    """Though another one, which is right, comes before it."""
+    linears = __import__("gpu_linears")
+    setting = kernels.Setting("loops", 128, 3, 1)
+    case = linears.Case(256, 3, "mixed", 0.0)
+    group = linears.InsideGroup(case, (128, (256,)), shadow=True, settings=(setting, setting))
+    group.dx_step = lambda: None
+    with pytest.raises(AssertionError, match="inside: errors"):
+        linears.check_inside("linears", group)
+
+
+@runs_kernels
+@pytest.mark.parametrize("setting", [("loops", 256, 3, 1), ("flat", 128, 3, 2, 2)], ids=str)
+def test_every_tile_is_written_where_the_last_wave_is_not_full(setting):
+    """Eighteen blocks of tokens, in waves of sixteen; two tiles of columns or more."""
+    tokens, depth, width = 18 * 128, 64, 512
+    x, w = randn(tokens, depth), randn(width, depth) * depth**-0.5
+    y = torch.full((tokens, width), torch.nan, device=DEVICE, dtype=DTYPE)
+    kernels.step_of(kernels.Setting(*setting), x, w, y, backward=False)()
+    right = x.float() @ w.float().T
+    assert (y.float() - right).norm() / right.norm() < LIMIT

@@ -153,7 +153,7 @@ def tuning(kernel: str, shape: Shape, device: Device = MEASURED) -> Tuning:
     """The settings of one of shrink, expand_y, expand_dx, reduce_a, reduce_b, sum."""
     best = TUNINGS[case_of(kernel, shape, device)]
     if not _reads_shared(device.capability):
-        best = _as_before_hopper(best)
+        best = _held_in_registers(best)
     if kernel == "sum":
         return best  # It has no shared memory to run out of.
     last = best
@@ -163,8 +163,9 @@ def tuning(kernel: str, shape: Shape, device: Device = MEASURED) -> Tuning:
     return last
 
 
-def _as_before_hopper(best: Tuning) -> Tuning:
-    """Sums are sent one value at a time there, and B would come through the registers."""
+def _held_in_registers(best: Tuning) -> Tuning:
+    """For devices whose products take operands from registers: B would come through them with every
+    block. Sums are not sent either, which before Hopper goes one value at a time."""
     return replace(best, sent=False, reload=False) if best.sent or best.reload else best
 
 
