@@ -10,13 +10,15 @@ from support.scheduling import PROFILE, request
 from tlora.core.cluster import Link, uniform_cluster
 from tlora.core.dealing import deal_jobs, load_of
 from tlora.core.errors import SpecError
-from tlora.core.plan import Plan
+from tlora.core.plan import Placement, Plan
 from tlora.core.request import JobRequest
-from tlora.costs.deck import placement_of
+from tlora.costs import plans
+from tlora.costs.deck import Deck, RankWork, placement_of
 from tlora.costs.groups import Costs
 from tlora.costs.layout import NAMED
 from tlora.costs.plan_links import CONTROLS
 from tlora.costs.plans import PlanPrice, price_plan
+from tlora.costs.rounds import BaseCosts
 
 CLUSTER = uniform_cluster(16)
 LAYOUT = NAMED["llama-8b"]
@@ -225,3 +227,38 @@ def test_jobs_are_priced_where_a_group_puts_them() -> None:
 def _steps_s(costs: Costs, price: PlanPrice) -> float:
     base = costs.base("llama")
     return base.pass_s + costs.figures(eight(16)[0]).whole.step_s
+
+
+@given(st.integers(1, 12), st.integers(1, 20), st.sampled_from(["rank_local", "data_parallel"]))
+def test_every_rank_is_of_one_kind(jobs: int, replicas: int, adapters: Placement) -> None:
+    """Each job on its rank, and the ranks that are left without."""
+    plan = Plan(replicas=replicas, bucket=512, adapters=adapters)
+    asked = [request(f"j{place}") for place in range(jobs)]
+    placement = placement_of(asked, plan)
+    deck = Deck([costs_of().figures(each) for each in asked], [1.0] * jobs, placement, plan)
+    assert sum(kind.count for kind in deck.kinds) == plan.ranks
+    held = [list(kind.local) for kind in deck.kinds for _ in range(kind.count)]
+    assert held == [
+        [job for job, at in enumerate(placement) if at == rank] for rank in range(plan.ranks)
+    ]
+
+
+@pytest.mark.parametrize("adapters", ["rank_local", "data_parallel"])
+def test_ranks_that_are_alike_are_priced_once(
+    adapters: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three jobs have at most three ranks of their own, however many there are."""
+    asked: list[object] = []
+
+    def counted(base: BaseCosts, rank: RankWork, plan: Plan) -> object:
+        asked.append(rank)
+        return nano_batch(base, rank, plan)
+
+    nano_batch = plans._nano_batch
+    monkeypatch.setattr(plans, "_nano_batch", counted)
+    costs = costs_of(uniform_cluster(4000))
+    found = priced(eight()[:3], Plan(replicas=4000, bucket=512, adapters=adapters), costs)
+    assert len(asked) <= 2 * 4
+    if adapters == "rank_local":
+        assert found.empty_ranks == 3997
+        assert found.idle_share == pytest.approx(1 - 3 / 4000, abs=2e-3)

@@ -28,6 +28,14 @@ class RankWork:
     """Of the adapters that it holds."""
 
 
+@dataclass(frozen=True, slots=True)
+class RankKind:
+    """Ranks on which the same jobs live: one that has some, or all that have none."""
+
+    local: Sequence[int]
+    count: int
+
+
 class Deck:
     """A round's tokens, dealt to ranks. A job that spans ranks competes on each with a part of its
     batch and of its weight."""
@@ -44,13 +52,12 @@ class Deck:
         self.ranks = plan.ranks
         self.tokens = [0.0] * len(figures)
         self._spread = [job for job, rank in enumerate(placement) if rank is None]
-        self._local: list[list[int]] = [[] for _ in range(plan.ranks)]
-        for job, rank in enumerate(placement):
-            if rank is not None:
-                self._local[rank].append(job)
+        self.kinds = _kinds(placement, plan.ranks)
+        """In place of the ranks, of which a plan may have thousands for a few jobs."""
+
         least = [math.inf] * len(figures)
-        for local in self._local if any(self._local) else self._local[:1]:
-            jobs = [*local, *self._spread]
+        for kind in self.kinds:
+            jobs = [*kind.local, *self._spread]
             parts = [1 if placement[job] is not None else self.ranks for job in jobs]
             shares = shared_tokens(
                 [figures[job].batch_tokens / part for job, part in zip(jobs, parts, strict=True)],
@@ -82,13 +89,12 @@ class Deck:
     @property
     def empty_ranks(self) -> int:
         """Sequences of the jobs that span ranks go first to those that have nothing else."""
-        without = sum(1 for local in self._local if not local)
+        without = sum(kind.count for kind in self.kinds if not kind.local)
         return max(0, without - math.ceil(self.spread_work.sequences - 1e-9))
 
-    def rank(self, rank: int, *, of_the_fullest: bool = True) -> RankWork:
-        """Of the jobs that span ranks it has what the fullest has, or what all have on average:
-        each round another one may be the fullest."""
-        local = self._local[rank]
+    def rank(self, local: Sequence[int], *, of_the_fullest: bool = True) -> RankWork:
+        """One with these jobs. Of those that span ranks it has what the fullest has, or what all
+        have on average: each round another one may be the fullest."""
         work = self._sum(local)
         held = sum(self.figures[job].parameters for job in (*local, *self._spread))
         segments = float(len(local))
@@ -111,6 +117,17 @@ class Deck:
             each = self.figures[job]
             work = work.plus(each.whole.times(self.tokens[job] / each.batch_tokens))
         return work
+
+
+def _kinds(placement: Sequence[int | None], ranks: int) -> list[RankKind]:
+    local: dict[int, list[int]] = {}
+    for job, rank in enumerate(placement):
+        if rank is not None:
+            local.setdefault(rank, []).append(job)
+    kinds = [RankKind(local[rank], 1) for rank in sorted(local)]
+    if len(local) < ranks:
+        kinds.append(RankKind((), ranks - len(local)))
+    return kinds
 
 
 def _spans_ranks(job: str, plan: Plan) -> bool:

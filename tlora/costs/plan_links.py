@@ -9,7 +9,7 @@ has its gradients summed in order, a part on each rank, and the sums gathered.
 from collections.abc import Sequence
 
 from tlora.core.plan import Plan
-from tlora.costs.collectives import exchange_s, gather_s
+from tlora.costs.collectives import Reach, exchange_s, gather_s, reach_of
 from tlora.costs.groups import Costs
 from tlora.costs.layout import BaseLayout, around
 from tlora.costs.memory import GRADIENT_BYTES
@@ -41,9 +41,9 @@ class Links:
         """Each job has two calls of its own."""
         if self.plan.ranks == 1 or not spread.steps or self.link is None:
             return 0.0
-        members = self.gpus[:: self.plan.tp]
+        members = reach_of(self.gpus[:: self.plan.tp], self.cluster)
         moved = self.sum_bytes(spread.parameters) / 2
-        once = exchange_s(moved, members, self.cluster) + gather_s(moved, members, self.cluster)
+        once = exchange_s(moved, members) + gather_s(moved, members)
         return once + 2 * (spread.steps - 1) * self.link.latency_s
 
     def _gathers_s(self, seconds: float) -> float:
@@ -70,8 +70,8 @@ class Links:
             waits += 2 * (found[moved] if place == 0 else max(0.0, found[moved] - at_work))
         return waits
 
-    def _gather_s(self, moved: float, groups: Sequence[tuple[int, ...]]) -> float:
-        return max(gather_s(moved / self.plan.tp, group, self.cluster) for group in groups)
+    def _gather_s(self, moved: float, groups: Sequence[Reach]) -> float:
+        return max(gather_s(moved / self.plan.tp, group) for group in groups)
 
     def _tensor_s(self, rows: float) -> float:
         """Two sums of the rows in each layer and direction, each a scatter and a gather."""
@@ -81,7 +81,7 @@ class Links:
         assert layout is not None
         moved = rows * layout.hidden * layout.itemsize
         groups = self._groups(1, plan.tp)
-        one = max(gather_s(moved, group, self.cluster) for group in groups)
+        one = max(gather_s(moved, group) for group in groups)
         return 4 * 2 * one * len(layout.layers) / plan.pp
 
     def _pipeline_s(self, rows: float) -> float:
@@ -97,14 +97,9 @@ class Links:
         moved = rows * layout.hidden * layout.itemsize / plan.tp
         return 2 * (link.latency_s + moved / link.bytes_per_s)
 
-    def _groups(self, stride: int, count: int) -> list[tuple[int, ...]]:
+    def _groups(self, stride: int, count: int) -> list[Reach]:
         """Of GPUs that work together, those that differ in how they lie over nodes: the first of
         every block."""
         block = stride * count
-        found: dict[tuple[tuple[int, int], ...], tuple[int, ...]] = {}
-        for start in range(0, len(self.gpus), block):
-            group = self.gpus[start : start + block : stride]
-            places = [(self.cluster.gpus[g].rack, self.cluster.gpus[g].node) for g in group]
-            first = places[0]
-            found.setdefault(tuple((r - first[0], n - first[1]) for r, n in places), group)
-        return list(found.values())
+        blocks = (self.gpus[start : start + block] for start in range(0, len(self.gpus), block))
+        return list(dict.fromkeys(reach_of(each[::stride], self.cluster) for each in blocks))

@@ -103,7 +103,7 @@ def price_plan(
     figures = [costs.figures(request) for request in requests]
     placement = placement_of(requests, plan)
     deck = Deck(figures, weights, placement, plan)
-    ranks = [deck.rank(rank) for rank in range(plan.ranks)]
+    ranks = [deck.rank(kind.local) for kind in deck.kinds]
     links = Links(costs, layout, plan, chosen)
 
     passes = [_nano_batch(base, rank, plan) for rank in ranks]
@@ -118,8 +118,11 @@ def price_plan(
     waiting_s = nano_batches * links.waiting_s(fullest / nano_batches, rows)
     sum_s = links.sum_s(deck.spread_work)
     round_s = together + waiting_s + sum_s
-    usual = [deck.rank(rank, of_the_fullest=False) for rank in range(plan.ranks)]
-    busy = sum(_nano_batch(base, rank, plan).seconds for rank in usual) + sum(steps)
+    usual = [deck.rank(kind.local, of_the_fullest=False) for kind in deck.kinds]
+    busy = sum(
+        kind.count * (_nano_batch(base, rank, plan).seconds + step)
+        for kind, rank, step in zip(deck.kinds, usual, steps, strict=True)
+    )
 
     tokens = deck.tokens
     steps_per_s = tuple(
