@@ -41,6 +41,13 @@ def mlflow_uri() -> str | None:
     return os.environ.get("MLFLOW_TRACKING_URI")
 
 
+def usable_cores() -> int:
+    """Those that this process may run on."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def own_command() -> str:
     """What this process was started by, as a person typed it."""
     program = Path(sys.argv[0])

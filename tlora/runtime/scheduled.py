@@ -29,6 +29,7 @@ from tlora.model.targets import Target, find_targets
 from tlora.runtime.budget import nano_batch_tokens
 from tlora.runtime.checking import check_targets, context_length, prepare_jobs
 from tlora.runtime.data_lines import start_lines
+from tlora.runtime.devices import device_names
 from tlora.runtime.directory import JobResult, RunDirectory
 from tlora.runtime.elastic.desk import CANCELLED, Desk
 from tlora.runtime.elastic.roll import Again
@@ -267,16 +268,6 @@ class _OverDevices:
             return
         self._lead.cancelled(job, self._targets)
         self._executor.withdraw(job, CANCELLED)
-
-
-def device_names(device: torch.device, count: int) -> list[str]:
-    """One for each worker."""
-    if device.type != "cuda":
-        return [str(device)] * count
-    there = torch.cuda.device_count()
-    if count > there:
-        raise SpecError(f"{count} were asked for, and this machine has {there}", field="--devices")
-    return [f"cuda:{number}" for number in range(count)]
 
 
 def proven(

@@ -5,6 +5,9 @@ from pathlib import Path
 
 from tlora.core.job import RunSpec
 from tlora.core.plan import Plan
+from tlora.model.loading import resolve_device
+from tlora.parallel.mesh import shares_gpus
+from tlora.runtime.devices import check_count
 from tlora.runtime.directory import RunDirectory
 from tlora.runtime.planning import Ground, look_into
 from tlora.runtime.resuming import finished, saved_steps
@@ -43,6 +46,7 @@ def way_over_devices(
     spec: RunSpec, devices: int, *, output: Path | None, profile: str | None
 ) -> Way:
     """For `tlora train --devices N`. `output` is None where the run starts over."""
+    check_count(resolve_device(spec.engine.device), devices, share=shares_gpus())
     ground = ground_of(spec, output=output, profile=profile)
     if ground is None:
         return Way(None, "")
@@ -60,6 +64,8 @@ def fastest_plan(
     use_all: bool = False,
 ) -> Way:
     """Of the jobs as one group; the same on every rank that asks."""
+    if not use_all:
+        check_count(resolve_device(spec.engine.device), ranks, share=shares_gpus())
     ground = ground_of(spec, output=output, profile=profile)
     if ground is None:
         # Nothing is left to be trained, unless somebody has asked for a job again: for any of them,

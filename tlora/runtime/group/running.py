@@ -10,13 +10,14 @@ import torch
 from tlora.core.job import RunSpec
 from tlora.core.plan import Plan
 from tlora.parallel.mesh import shares_gpus
+from tlora.runtime.devices import check_count
 from tlora.runtime.elastic.roll import Again
 from tlora.runtime.group.supervisor import Ranks
 from tlora.runtime.group.whole import Whole
 from tlora.runtime.interrupts import interruptible
 from tlora.runtime.live import choose_progress
 from tlora.runtime.progress import Progress
-from tlora.runtime.scheduled import device_names, over_devices
+from tlora.runtime.scheduled import over_devices
 from tlora.runtime.training import RunResult
 
 
@@ -36,9 +37,8 @@ def train_in_group(
     as it is where plans are chosen."""
     progress = progress or choose_progress()
     whole = Whole(spec, plan, Path(output), progress)
-    # As many as there are ranks, unless they are to share them.
-    names = device_names(whole.device, 1 if shares_gpus() else plan.gpus)
-    threads = None if names[0].startswith("cuda") else 1
+    check_count(whole.device, plan.gpus, share=shares_gpus(), field="--plan")
+    threads = None if whole.device.type == "cuda" else 1
     if again is None:
         again = Again(options=over_devices(plan.gpus, profile=profile))
     try:

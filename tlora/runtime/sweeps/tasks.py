@@ -28,6 +28,7 @@ from tlora.model.loading import load_shape, resolve_device
 from tlora.model.targets import Target, find_targets
 from tlora.runtime.budget import nano_batch_tokens
 from tlora.runtime.data_lines import full_lines, start_lines
+from tlora.runtime.devices import device_names
 from tlora.runtime.directory import RunDirectory, replace_text
 from tlora.runtime.environment import quieten_libraries
 from tlora.runtime.executors.devices import DeviceExecutor, Devices
@@ -38,7 +39,7 @@ from tlora.runtime.executors.worker import WorkerSettings
 from tlora.runtime.interrupts import interruptible
 from tlora.runtime.planning import ChosenProfile, choose_profile, new_costs
 from tlora.runtime.requests import request_of
-from tlora.runtime.scheduled import device_names, proven, saved_steps
+from tlora.runtime.scheduled import proven, saved_steps
 from tlora.runtime.sinks import check_trackers
 from tlora.runtime.sweeps.conductor import Conductor, Dealer, TaskRun, by_plan
 from tlora.runtime.sweeps.course import Course
