@@ -7,7 +7,7 @@
 NaN, and shows that a scale off by 1 % is refused. --stages times each kernel beside its bytes.
 --layer times forward and dX of the seven linears, frozen and with adapters, as replays of a
 captured graph and, with --plain, without one; `by group` is the same from the groups timed one by
-one; `--how inside` has the update in products of our own (inside_group.py). --composed takes
+one; `--how inside` has the update inside of frozen products (inside_group.py). --composed takes
 nano-batches as the engine makes them of so many jobs, not one with all of them. --warm first
 compiles every kernel, in processes side by side. Tables first, then one JSON line.
 """
@@ -23,8 +23,7 @@ from multiprocessing import get_context
 
 import torch
 import triton
-from inside_group import SETTINGS as INSIDE
-from inside_group import InsideGroup
+from inside_group import WAYS, InsideGroup
 from layer_shapes import SHAPES
 from linear_group import Case, Group
 
@@ -228,25 +227,24 @@ def stages(case: Case, shape: str, shadow: bool) -> dict:
     return result
 
 
-def new_group(case: Case, name: str, features: tuple, shadow: bool, hows: list[str]) -> Group:
-    if "inside" in hows:
-        return InsideGroup(case, features, shadow=shadow, settings=INSIDE[name])
-    return Group(case, features, shadow=shadow)
+def new_group(case: Case, features: tuple, shadow: bool, hows: list[str]) -> Group:
+    kind = InsideGroup if set(hows) & set(WAYS) else Group
+    return kind(case, features, shadow=shadow)
 
 
-def check_inside(name: str, group: Group, limit: float = 6e-3) -> None:
+def check_inside(name: str, group: Group, how: str = "inside", limit: float = 6e-3) -> None:
     """The update inside the product gives what adapters first do, but for roundings; frozen linears
     do not."""
     results = []
-    for how in ("write", "inside", "frozen"):
+    for way in ("write", how, "frozen"):
         for tensor in (*group.y, group.dx):
             tensor.fill_(float("nan"))
-        if how == "frozen":
+        if way == "frozen":
             group.frozen_forward()
             group.frozen_backward()
         else:
-            group.forward(how)
-            group.backward(how)
+            group.forward(way)
+            group.backward(way)
         results.append([tensor.float() for tensor in (*group.y, group.dx)])
     for tensor in (group.grad_a, *group.grad_b):
         tensor.zero_()
@@ -254,16 +252,16 @@ def check_inside(name: str, group: Group, limit: float = 6e-3) -> None:
     errors = [relative(u, v) for u, v in zip(found, right, strict=True)]
     twins = [relative(u, v) for u, v in zip(twin, right, strict=True)]
     if not max(errors) < limit < min(twins):
-        raise AssertionError(f"{name}, inside: errors {errors}, frozen {twins}")
+        raise AssertionError(f"{name}, {how}: errors {errors}, frozen {twins}")
 
 
 def layer(
     case: Case, shape: str, shadow: bool, hows: list[str], plain: bool, timing: dict[str, int]
 ) -> dict:
-    groups = {n: new_group(case, n, f, shadow, hows) for n, f in SHAPES[shape].items()}
-    if "inside" in hows:
+    groups = {n: new_group(case, f, shadow, hows) for n, f in SHAPES[shape].items()}
+    for how in set(hows) & set(WAYS):
         for name, group in groups.items():
-            check_inside(name, group)
+            check_inside(name, group, how)
 
     def frozen():
         for g in groups.values():
@@ -329,9 +327,9 @@ def by_group(times: dict[str, float], how: str) -> float:
     return sums[how] / sums["frozen"] - 1
 
 
-def compile_group(case: Case, name: str, features: tuple, shadow: bool, hows: list[str]) -> None:
+def compile_group(case: Case, features: tuple, shadow: bool, hows: list[str]) -> None:
     """Run every kernel of a group once; what it compiles is kept on disk for others."""
-    group = new_group(case, name, features, shadow, hows)
+    group = new_group(case, features, shadow, hows)
     for how in hows:
         group.forward(how)
         group.backward(how)
@@ -343,9 +341,9 @@ def warm(cases: list[Case], shape: str, shadow: bool, hows: list[str]) -> None:
     kinds = {(c.tokens, c.max_rank, c.dropout, max(32, c.adapters)): c for c in cases}
     with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:
         made = [
-            pool.submit(compile_group, case, name, features, shadow, hows)
+            pool.submit(compile_group, case, features, shadow, hows)
             for case in kinds.values()
-            for name, features in SHAPES[shape].items()
+            for features in SHAPES[shape].values()
         ]
         for each in made:
             each.result()
@@ -359,7 +357,7 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", default=["16", "64", "mixed"])
     parser.add_argument("--dropout", type=float, nargs="+", default=[0.0, 0.05])
     parser.add_argument(
-        "--how", nargs="+", default=["add", "write"], choices=["add", "write", "inside"]
+        "--how", nargs="+", default=["add", "write"], choices=["add", "write", *WAYS]
     )
     parser.add_argument("--shadow", action="store_true", help="bf16 copies of the pools")
     parser.add_argument("--warm", action="store_true", help="compile first, side by side")

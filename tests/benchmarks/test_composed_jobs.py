@@ -30,3 +30,9 @@ def test_lengths_that_do_not_fit_are_left_out(module: ModuleType, tmp_path) -> N
     path = tmp_path / "lengths.npz"
     np.savez(path, short=np.array([1, 20, 30]), long=np.array([9000]), both=np.array([50, 9000]))
     assert module.read_all(str(path), 8192) == {"short": [20, 30], "both": [50]}
+
+
+def test_jobs_of_a_block_are_counted(module: ModuleType) -> None:
+    """Blocks of 128 tokens: the second job ends in the second block, the third begins there."""
+    assert module.jobs_in_blocks([100, 100, 300]) == [2, 2, 1, 1]
+    assert module.jobs_in_blocks([128, 128]) == [1, 1]

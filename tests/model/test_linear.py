@@ -6,18 +6,21 @@ import numpy as np
 import pytest
 import torch
 from support.comparing import agrees, same_bits
+from support.tiny import tiny_llama
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from tlora.core.sequence import TokenSequence
 from tlora.kernels.streams import threshold
+from tlora.model import linear
 from tlora.model.adapters import AdapterWeights, LoraPair
 from tlora.model.job_rows import adapter_of
 from tlora.model.linear import LoraLinear, SharedInput
 from tlora.model.packing import Share, pack
 from tlora.model.pool import GroupPool
 from tlora.model.routing import Routing, Scaling
+from tlora.model.super_model import SuperModel
 from tlora.model.targets import Target
 
 CPU = torch.device("cpu")
@@ -156,3 +159,23 @@ def test_jobs_that_come_and_go_recompile_nothing() -> None:
     check("two")
     assert counters["stats"]["unique_graphs"] == 2, "a pool that grew is another shape"
     torch._dynamo.reset()
+
+
+def test_weights_of_products_with_the_update_inside_lie_turned(monkeypatch: pytest.MonkeyPatch):
+    """As [in, out] in memory, and the same to everybody: the probe at load would see another. Not
+    where bits count."""
+
+    def inside_way(device: torch.device, operands: torch.dtype, *features: object) -> str:
+        return "forward" if features == (32, (48, 48)) else ""
+
+    monkeypatch.setattr(linear, "inside_way", inside_way)
+    own, model = tiny_llama(), SuperModel(tiny_llama())
+    for group in model.groups:
+        wide = "mlp.gate" in group.pool.targets[0].path
+        assert group.pool.inside == ("forward" if wide else "")
+        for target, weight in zip(group.pool.targets, group.weights, strict=True):
+            assert weight.is_contiguous() != wide and weight.T.is_contiguous() == wide
+            assert torch.equal(weight, own.get_parameter(f"{target.path}.weight"))
+    exact = SuperModel(tiny_llama(), per_sequence=True)
+    assert all(weight.is_contiguous() for group in exact.groups for weight in group.weights)
+    assert all(group.pool.inside == "" for group in exact.groups)

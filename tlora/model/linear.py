@@ -8,8 +8,9 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tlora.kernels import row_tiles
-from tlora.kernels.multi_lora import multi_lora
-from tlora.kernels.multi_lora.routes import operand_dtype
+from tlora.kernels.multi_lora import Way, multi_lora
+from tlora.kernels.multi_lora.routes import inside_way, operand_dtype
+from tlora.model.compiling import in_shards
 from tlora.model.pool import GroupPool
 from tlora.model.routing import Routing
 from tlora.model.targets import Target
@@ -129,14 +130,25 @@ def replace_linears(
     groups = []
     for paths in grouped:
         linears = [cast(Linear, model.get_submodule(path)) for path in paths]
-        pool = GroupPool(
-            [targets[path] for path in paths],
-            reserve_rows,
-            routing.device,
-            operand_dtype(routing.device, linears[0].weight.dtype, len(paths)),
-        )
+        own = [targets[path] for path in paths]
+        operands = operand_dtype(routing.device, linears[0].weight.dtype, len(paths))
+        inside: Way = ""
+        # Whether a block of tokens is too crowded for it depends on the neighbours.
+        if not routing.per_sequence:
+            outs = tuple(target.out_features for target in own)
+            inside = inside_way(routing.device, operands, own[0].in_features, outs)
+        pool = GroupPool(own, reserve_rows, routing.device, operands, inside)
+        if inside == "forward" and not in_shards(model):
+            for linear in linears:
+                _turn(linear)
         group = SharedInput(linears, [numbers[path] for path in paths], pool, routing)
         groups.append(group)
         for index, (path, linear) in enumerate(zip(paths, linears, strict=True)):
             model.set_submodule(path, LoraLinear(linear, index, group))
     return groups
+
+
+def _turn(linear: Linear) -> None:
+    """Let the weight lie as [in, out], as B does. To everybody else it is the same weight."""
+    if isinstance(linear, nn.Linear):
+        linear.weight.data = linear.weight.data.T.contiguous().T

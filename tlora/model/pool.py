@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from tlora.kernels.multi_lora import Route
+from tlora.kernels.multi_lora import Route, Way
 from tlora.model.adapters import AdapterWeights
 from tlora.model.job_rows import Cut, JobRows, Part
 from tlora.model.rank_rows import RankRows, RowViews, clear, copy_all
@@ -34,8 +34,12 @@ class GroupPool:
         capacity: int,
         device: torch.device,
         operand_dtype: torch.dtype = torch.float32,
+        inside: Way = "",
     ) -> None:
         self.targets = targets
+        self.inside: Way = inside
+        """Which products of these linears may take the adapters' update in their own loop."""
+
         width = targets[0].in_features
         self.a = RankRows(width, capacity * len(targets), device, operand_dtype)
         # The leaf that makes the outputs part of the graph; its gradient goes into a.grad directly.

@@ -314,4 +314,5 @@ def _group(
         out_features=tuple(target.out_features for target in pool.targets),
         max_rank=max((max(slot.ranks) for slot in pool.slots.values()), default=int(exact)),
         dropout=exact or (train and any(scalings[job].threshold for job in pool.slots)),
+        inside=pool.inside,
     )

@@ -2,7 +2,17 @@
 maths."""
 
 from tlora.kernels.multi_lora.function import multi_lora
+from tlora.kernels.multi_lora.pages import Way
 from tlora.kernels.multi_lora.routes import Group, Route, Routes, power_of_two
 from tlora.kernels.multi_lora.tables import Segment, write_table
 
-__all__ = ["Group", "Route", "Routes", "Segment", "multi_lora", "power_of_two", "write_table"]
+__all__ = [
+    "Group",
+    "Route",
+    "Routes",
+    "Segment",
+    "Way",
+    "multi_lora",
+    "power_of_two",
+    "write_table",
+]

@@ -20,7 +20,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from tlora.kernels.multi_lora import settings
+from tlora.kernels.multi_lora import pages, settings
+from tlora.kernels.multi_lora.pages import Way
 from tlora.kernels.multi_lora.tables import Segment
 
 COLUMNS = 16
@@ -106,6 +107,9 @@ class Layout:
     max_segments: int
     max_rank: int
     dropout: bool = True
+    inside: Way = ""
+    """Which of the group's products take the update in their own loop."""
+
     tiles: Tiles = Tiles()
 
     @property
@@ -159,7 +163,23 @@ class Layout:
 
     @property
     def num_rows(self) -> int:
+        """Of the lists, and of the pages behind them."""
+        ints = pages.num_ints(self.num_tokens, self.num_linears) if self.inside else 0
+        return self._list_rows + -(-ints // COLUMNS)
+
+    @property
+    def _list_rows(self) -> int:
         return 1 + sum(self.capacity.values())
+
+    def first_head(self, linear: int) -> int:
+        """Where the heads of a linear's pages begin in the table, in numbers."""
+        blocks = pages.num_blocks(self.num_tokens)
+        return self._list_rows * COLUMNS + linear * blocks * pages.HEAD
+
+    @property
+    def first_page(self) -> int:
+        """Where the pages themselves do, of all linears."""
+        return self.first_head(self.num_linears)
 
     @property
     def num_counters(self) -> int:
@@ -214,6 +234,11 @@ def build_table(layout: Layout, segments: list[Segment]) -> torch.Tensor:
         if name in ENDS:
             rows_of = np.bincount(rows[:, LINEAR], minlength=2)
             table[0, ENDS[name] : ENDS[name] + 2] = np.cumsum(rows_of)[:2]
+    if layout.inside:
+        found = pages.find(segments, layout.num_tokens, layout.inside)
+        assert found.fit, "more pages in a block than a table holds"
+        ints = pages.table(found, layout.num_tokens, layout.num_linears)
+        table.reshape(-1)[layout.first_head(0) :][: len(ints)] = ints
     return torch.from_numpy(table)
 
 

@@ -52,14 +52,21 @@ def _triton_forward(x, weights, biases, transposed, a, b, route, rows, linears, 
     # Imported where it runs: a machine without a GPU need not have Triton.
     from tlora.kernels.multi_lora import triton_forward
 
-    x = x.contiguous()
+    x, blocks = x.contiguous(), blocks_of(route)
     y = [x.new_empty(x.shape[0], _out_features(weight, transposed)) for weight in weights]
+    bases = [weight.T if transposed else weight for weight in weights]
+    no_bias = all(bias is None for bias in biases)
+    if no_bias and _takes_update("forward", blocks, x, a, [base.T for base in bases], tile_rows):
+        from tlora.kernels.multi_lora import triton_product
+
+        s = triton_product.linears_with_update(y, x, bases, a, b, blocks, rows, linears, s=kept)
+        return [*y, s if kept is None else x.new_empty(0)]
     # Adapters first, and the frozen products on top: one read of y less (README.md).
     s = triton_forward.add_forward(
-        y, x, a, b, blocks_of(route), rows, linears, write=True, biases=biases, s=kept
+        y, x, a, b, blocks, rows, linears, write=True, biases=biases, s=kept
     )
-    for y_l, weight in zip(y, weights, strict=True):
-        row_tiles.add_linear(y_l, x, weight.T if transposed else weight, tile_rows)
+    for y_l, base in zip(y, bases, strict=True):
+        row_tiles.add_linear(y_l, x, base, tile_rows)
     return [*y, s if kept is None else x.new_empty(0)]
 
 
@@ -86,15 +93,27 @@ def _triton_backward(
 ):
     from tlora.kernels.multi_lora import triton_backward
 
-    x = x.contiguous()
+    x, blocks = x.contiguous(), blocks_of(route)
     dx = torch.empty_like(x) if needs_dx else None
-    triton_backward.add_backward(
-        dx, x, dy, s, a, b, grad_a, grad_b, blocks_of(route), rows, linears, write=True
+    inside = needs_dx and _takes_update("backward", blocks, x, a, bases, tile_rows)
+    ds = triton_backward.add_backward(
+        None if inside else dx, x, dy, s, a, b, grad_a, grad_b, blocks, rows, linears, write=True
     )
     if dx is None:
         return None
-    row_tiles.add_input_gradient(dx, dy, bases, tile_rows)
+    if inside:
+        from tlora.kernels.multi_lora import triton_product
+
+        triton_product.input_gradient_with_update(dx, dy[0], bases[0], ds, a, blocks)
+    else:
+        row_tiles.add_input_gradient(dx, dy, bases, tile_rows)
     return dx
+
+
+def _takes_update(way, blocks, x, a, weights, tile_rows) -> bool:
+    """Whether products with these weights, [depth, features], have the update inside."""
+    alike = all(each.is_contiguous() and each.dtype == x.dtype for each in weights)
+    return blocks.layout.inside == way and alike and a.dtype == x.dtype and not tile_rows
 
 
 def _out_features(weight: torch.Tensor, transposed: bool) -> int:

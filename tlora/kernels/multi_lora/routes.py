@@ -12,7 +12,10 @@ from typing import NamedTuple
 
 import torch
 
+from tlora.kernels.multi_lora import pages, settings
 from tlora.kernels.multi_lora.blocks import Blocks, Layout, Tiles
+from tlora.kernels.multi_lora.devices import limits
+from tlora.kernels.multi_lora.pages import Way
 from tlora.kernels.multi_lora.tables import Segment, new_table, write_table
 
 MIN_SEGMENTS = 64
@@ -52,6 +55,8 @@ class Group(NamedTuple):
     out_features: tuple[int, ...]
     max_rank: int
     dropout: bool
+    inside: Way = ""
+    """Which of its products may take the update in their own loop."""
 
 
 def table_route(table: torch.Tensor, scales: torch.Tensor, s_width: int) -> Route:
@@ -92,6 +97,17 @@ def operand_dtype(device: torch.device, weights: torch.dtype, num_linears: int) 
     return weights if half and served else torch.float32
 
 
+def inside_way(
+    device: torch.device, operands: torch.dtype, in_features: int, out_features: tuple[int, ...]
+) -> Way:
+    """Which products of a group of linears may take the update in their own loop, where that was
+    asked for. Rows of other jobs meet zeros there, so the pool's copy must hold numbers only."""
+    asked = os.environ.get("TLORA_UPDATE_INSIDE") == "1"
+    if not asked or not triton_serves(device) or operands not in (torch.bfloat16, torch.float16):
+        return ""
+    return settings.inside_way(in_features, out_features, limits(device))
+
+
 class Routes:
     """The routes of pools that share their rows; one per layout that has been needed."""
 
@@ -126,6 +142,7 @@ class Routes:
             max_segments=power_of_two(len(segments), MIN_SEGMENTS),
             max_rank=power_of_two(group.max_rank, MIN_RANK),
             dropout=group.dropout,
+            inside=_inside(group, segments, num_tokens),
             tiles=Tiles.for_tokens(num_tokens, dropout=group.dropout),
         )
         if layout not in self._blocks:
@@ -134,6 +151,16 @@ class Routes:
         blocks, route = self._blocks[layout]
         blocks.copy(segments)
         return route
+
+
+def _inside(group: Group, segments: list[Segment], num_tokens: int) -> Way:
+    """A nano-batch with a crowd in a block of tokens goes the other way."""
+    if not group.inside or num_tokens < settings.INSIDE_TOKENS:
+        return ""
+    # Dropout acts on dS A before it is added to dX.
+    if group.inside == "backward" and group.dropout:
+        return ""
+    return group.inside if pages.find(segments, num_tokens, group.inside).fit else ""
 
 
 def power_of_two(count: int, smallest: int) -> int:

@@ -392,10 +392,11 @@ def add_backward(
     *,
     write: bool = False,
     fused: bool = True,
-) -> None:
-    """grad_a += ..., grad_b += ..., and dx += ..., or with `write` dx = ... for every token.
+) -> torch.Tensor:
+    """grad_a += ..., grad_b += ..., and dx += ..., or with `write` dx = ... for every token. Gives
+    dS.
 
-    s is what forward gave; dx is None where nobody asks for it.
+    s is what forward gave; dx is None where nobody asks for it, or asks for it elsewhere.
     """
     n = blocks.layout.num_linears
     ds = torch.empty_like(s)
@@ -407,3 +408,4 @@ def add_backward(
     reduce([grad_a] * n, ds, [x] * n, blocks, rows, linears, name="reduce_a")
     if dx is not None:
         expand([dx], ds, [a], blocks, rows, linears, name="expand_dx", write=write)
+    return ds

@@ -1,0 +1,73 @@
+"""The product with the update inside, compiled for the device that it is for; that needs no GPU."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tlora.kernels.multi_lora import pages
+from tlora.kernels.multi_lora.settings import MEASURED, PRODUCT
+
+triton = pytest.importorskip("triton", reason="Triton is not installed: pip install '.[test]'")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
+)
+
+
+def compiled(*, update: bool):
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from tlora.kernels.multi_lora.triton_product import product_kernel
+
+    def descriptor(rows: int, columns: int) -> str:
+        return f"tensordesc<bf16[{rows}, {columns}]>"
+
+    x, w = descriptor(pages.BLOCK, pages.PAGE), descriptor(pages.PAGE, PRODUCT.features)
+    types = {
+        "x_desc": x,
+        "s_desc": x,
+        "w_desc": w,
+        "rows_desc": w,
+        "y_desc": descriptor(pages.BLOCK, PRODUCT.features),
+        "p_table": "*i32",
+    }
+    constants = {
+        "BM": pages.BLOCK, "BN": PRODUCT.features, "STEP": pages.PAGE, "MOST": 32, "UPDATE": update
+    }  # fmt: skip
+    numbers = {name: (i,) for i, name in enumerate(product_kernel.arg_names)}
+    source = ASTSource(
+        product_kernel,
+        {
+            name: "constexpr" if name in constants else types.get(name, "i32")
+            for name in product_kernel.arg_names
+        },
+        {numbers[name]: value for name, value in constants.items()},
+        {numbers["p_table"]: [["tt.divisibility", 16]]},
+    )
+    options = {"num_warps": PRODUCT.warps, "num_stages": PRODUCT.stages}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.mark.parametrize("update", [True, False])
+def test_steps_are_loaded_ahead_whatever_they_read(update: bool, tmp_path: Path):
+    """By the copy engine, while the tensor cores have one product on its way; in one loop, in the
+    shared memory that there is, and without spills."""
+    kernel = compiled(update=update)
+    assert kernel.metadata.shared <= MEASURED.shared_bytes
+    layouts, ptx = kernel.asm["ttgir"], kernel.asm["ptx"]
+    assert layouts.count("scf.for") == 1
+    loop = layouts[layouts.index("scf.for") :]
+    assert loop.count("async_tma_copy_global_to_local") == 2
+    assert loop.count("ttng.warp_group_dot ") == 1 and "pendings = 1" in loop
+    # Descriptors are chosen where they lie: a copy of one would be in local memory, where the copy
+    # engine cannot read it.
+    assert ("selp.b64" in ptx) == update and ".local" not in ptx
+    cubin = tmp_path / "product.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    command = [str(tool), "--dump-resource-usage", str(cubin)]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert re.search(r"STACK:0 .* LOCAL:0 ", usage), usage

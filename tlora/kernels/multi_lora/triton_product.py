@@ -1,0 +1,207 @@
+"""Frozen products that take the adapters' update in their own loop, for Hopper.
+
+    Y = X W^T + S B     dX = dY W + dS A
+
+Behind the steps of its inner dimension a tile takes one for each page of rank rows that its tokens
+need (pages.py): only the tensors that a step reads differ, and a tensor descriptor is chosen like
+any number. No other kernel writes Y or dX, and nothing reads them back.
+
+B and A lie in the pool as [rank rows, features], so the frozen weight has to lie as [depth,
+features] too: as it is for dX, turned for Y.
+
+Letters: M blocks of tokens, N tiles of features, K steps of the inner dimension; tiles: BM tokens,
+BN features, STEP of the inner dimension.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tlora.kernels.multi_lora import pages, settings
+from tlora.kernels.multi_lora.blocks import Blocks
+from tlora.kernels.multi_lora.settings import Tuning
+from tlora.kernels.multi_lora.triton_forward import shrink
+
+HEAD = tl.constexpr(pages.HEAD)
+SLOTS = tl.constexpr(pages.SLOTS)
+PAGE = tl.constexpr(pages.PAGE)
+
+WAVE_BLOCKS = 16
+"""Blocks of tokens whose tiles are computed side by side: with as many features they fill the
+device, and share what they read."""
+
+
+@triton.jit
+def _place(i_tile, num_m, num_n, wave):
+    """Which block of tokens and which tile of features."""
+    first = i_tile // (wave * num_n) * wave
+    i_inside = i_tile % (wave * num_n)
+    blocks = tl.minimum(wave, num_m - first)
+    return first + i_inside % blocks, i_inside // blocks
+
+
+@triton.jit(do_not_specialize=["first_head", "first_slot", "num_m", "num_n", "num_k", "wave"])
+def product_kernel(
+    x_desc, s_desc, w_desc, rows_desc, y_desc, p_table, first_head, first_slot,
+    num_m, num_n, num_k, wave,
+    BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr, MOST: tl.constexpr,
+    UPDATE: tl.constexpr,
+):  # fmt: skip
+    """y [tokens, features] = x w + the steps of each tile's own pages. MOST: tiles of a program, or
+    more."""
+    p_heads = p_table + first_head
+    num_tiles, programs = num_m * num_n, tl.num_programs(0)
+    o_tile = tl.program_id(0) + tl.arange(0, MOST) * programs
+    m_tile = o_tile < num_tiles
+    b_steps = tl.where(m_tile, num_k, 0)
+    if UPDATE:
+        o_m, _ = _place(tl.minimum(o_tile, num_tiles - 1), num_m, num_n, wave)
+        b_steps += tl.load(p_heads + o_m * HEAD, mask=m_tile, other=0)  # [MOST]
+    # One loop over all steps of all tiles: loads of the next tile are on their way while this one
+    # is stored. Triton makes one of two loops itself only where all tiles have as many steps.
+    i_tile = tl.program_id(0) - programs
+    i_k, last, i_m, i_n = -1, -1, 0, 0
+    # Where the rows of its pages begin, four numbers in one.
+    rows_0, rows_1 = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+    rows_2, rows_3 = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+    b_y = tl.zeros((BM, BN), dtype=tl.float32)
+    for _ in range(tl.sum(b_steps)):
+        i_k = tl.where(i_k == last, 0, i_k + 1)
+        if i_k == 0:
+            i_tile += programs
+            i_m, i_n = _place(i_tile, num_m, num_n, wave)
+            last = num_k - 1
+            if UPDATE:
+                p_head = p_heads + i_m * HEAD
+                last += tl.load(p_head)
+                p_rows = (p_head + 2).to(tl.pointer_type(tl.int64))
+                rows_0, rows_1 = tl.load(p_rows), tl.load(p_rows + 1)
+                rows_2, rows_3 = tl.load(p_rows + 2), tl.load(p_rows + 3)
+        x, w, at_x, at_w = x_desc, w_desc, i_k * STEP, i_k * STEP
+        if UPDATE:
+            i_page = i_k - num_k
+            if i_page >= 0:
+                x, w = s_desc, rows_desc
+            first_half = tl.where(i_page < 4, rows_0, rows_1)
+            rows = tl.where(i_page < 8, first_half, tl.where(i_page < 12, rows_2, rows_3))
+            rows >>= (i_page & 3) * 16
+            at_x = tl.where(i_page < 0, at_x, (first_slot + i_page) * STEP)
+            at_w = tl.where(i_page < 0, at_w, (rows & 0xFFFF).to(tl.int32))
+        b_x = x.load([i_m * BM, at_x])  # [BM, STEP]
+        b_w = w.load([at_w, i_n * BN])  # [STEP, BN]
+        b_y = tl.dot(b_x, b_w, b_y)
+        if i_k == last:
+            y_desc.store([i_m * BM, i_n * BN], b_y.to(y_desc.dtype))
+            b_y = tl.zeros((BM, BN), dtype=tl.float32)
+
+
+@triton.jit(do_not_specialize=["first_head", "first_page", "T"])
+def place_kernel(
+    p_slots, p_s, p_table, first_head, first_page, T,
+    W: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """S of a block's pages side by side, those of a linear together; zeros beside it."""
+    i_m, i_page, i_l = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_block = i_l * tl.num_programs(0) + i_m
+    if i_page < tl.load(p_table + first_head + i_block * HEAD):
+        p_page = p_table + first_page + (i_block * SLOTS + i_page) * 4
+        start, stop = tl.load(p_page), tl.load(p_page + 1)
+        col, rank = tl.load(p_page + 2), tl.load(p_page + 3)
+        o_t, o_r = i_m * BM + tl.arange(0, BM), tl.arange(0, PAGE)
+        m_s = ((o_t >= start) & (o_t < stop))[:, None] & (o_r < rank)[None, :]
+        o_row = o_t.to(tl.int64)[:, None]
+        b_s = tl.load(p_s + o_row * W + col + o_r[None, :], mask=m_s, other=0.0)  # [BM, PAGE]
+        o_slot = (i_l * SLOTS + i_page) * PAGE + o_r[None, :]
+        tl.store(p_slots + o_row * WIDTH + o_slot, b_s, mask=(o_t < T)[:, None])
+
+
+def place(s: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """S in the slots that products read: [tokens, linears x SLOTS x PAGE], of which they read no
+    more than is written."""
+    layout = blocks.layout
+    n = layout.num_linears
+    slots = s.new_empty(len(s), n * pages.SLOTS * pages.PAGE)
+    place_kernel[(pages.num_blocks(len(s)), pages.SLOTS, n)](
+        slots, s, blocks.table, layout.first_head(0), layout.first_page, len(s),
+        s.shape[1], slots.shape[1], pages.BLOCK, num_warps=4,
+    )  # fmt: skip
+    return slots
+
+
+def product(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    *,
+    update: tuple[torch.Tensor, torch.Tensor, Blocks] | None = None,
+    linear: int = 0,
+    tuning: Tuning | None = None,
+) -> Any:
+    """y = x w for w of [depth, features]; with an update of (slots, rank rows, lists) also what
+    the adapters of this linear add. Gives what was launched."""
+    tuning = tuning or settings.PRODUCT
+    block, page, features = pages.BLOCK, pages.PAGE, tuning.features
+    x_desc = TensorDescriptor.from_tensor(x, [block, page])
+    w_desc = TensorDescriptor.from_tensor(w, [page, features])
+    y_desc = TensorDescriptor.from_tensor(y, [block, features])
+    s_desc, rows_desc, table, first_head = x_desc, w_desc, x, 0
+    if update:
+        slots, rows, blocks = update
+        s_desc = TensorDescriptor.from_tensor(slots, [block, page])
+        rows_desc = TensorDescriptor.from_tensor(rows, [page, features])
+        table, first_head = blocks.table, blocks.layout.first_head(linear)
+    num_m, num_n = pages.num_blocks(len(y)), -(-y.shape[1] // features)
+    programs = min(num_m * num_n, tuning.programs * _processors(y.device))
+    return product_kernel[(programs,)](
+        x_desc, s_desc, w_desc, rows_desc, y_desc, table, first_head, linear * pages.SLOTS,
+        num_m, num_n, -(-x.shape[1] // page), min(WAVE_BLOCKS, num_m),
+        block, features, page, triton.next_power_of_2(-(-num_m * num_n // programs)),
+        update is not None,
+        num_warps=tuning.warps, num_stages=tuning.stages,
+    )  # fmt: skip
+
+
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def linears_with_update(
+    y: list[torch.Tensor],
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    a: torch.Tensor,
+    b: list[torch.Tensor],
+    blocks: Blocks,
+    rows: torch.Tensor,
+    linears: list[int],
+    *,
+    s: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y_l = x W_l^T + delta_l for weights that lie turned. Gives S, which is computed if it is not
+    there."""
+    if s is None:
+        layout = blocks.layout
+        s = x.new_empty(len(x), layout.s_width)
+        n = layout.num_linears
+        shrink(s, [x] * n, [a] * n, blocks, rows, linears, name="shrink_x")
+    slots = place(s, blocks)
+    for i, (y_l, weight, b_l) in enumerate(zip(y, weights, b, strict=True)):
+        product(y_l, x, weight.T, update=(slots, b_l, blocks), linear=i)
+    return s
+
+
+def input_gradient_with_update(
+    dx: torch.Tensor,
+    dy: torch.Tensor,
+    weight: torch.Tensor,
+    ds: torch.Tensor,
+    a: torch.Tensor,
+    blocks: Blocks,
+) -> None:
+    """dx = dy W + dS A, of a group of one linear."""
+    product(dx, dy, weight, update=(place(ds, blocks), a, blocks))
