@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tlora.core.job import DataSpec, EvalSpec, JobSpec, LoraSpec, TrainSpec
 from tlora.core.sequence import TokenSequence
+from tlora.kernels.multi_lora import settings
 from tlora.kernels.multi_lora.blocks import Blocks
 from tlora.model.compiling import graphs_compiled
 from tlora.model.launches import Launches
@@ -199,3 +200,34 @@ def test_captured_evaluations_see_what_plain_ones_do() -> None:
         assert losses[-1] < losses[0] - 0.5
         assert np.allclose(captured.evaluations[job], losses, rtol=0, atol=0.05)
         assert not np.allclose(captured.evaluations[job][1:], losses[:-1], rtol=0, atol=0.05)
+
+
+def test_products_with_the_update_inside_are_captured_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs come and go without compiling or capturing, and train as with adapters first, in a plain
+    run."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("products with the update inside are for Hopper")
+    from tlora.kernels.multi_lora import triton_product
+
+    plain = Run(compiled=False)
+    monkeypatch.setenv("TLORA_UPDATE_INSIDE", "1")
+    monkeypatch.setattr(settings, "INSIDE_TOKENS", 1024)
+    launched, product = [], triton_product.product
+    monkeypatch.setattr(
+        triton_product, "product", lambda *a, **o: launched.append(o) or product(*a, **o)
+    )
+    captured = Run(compiled=True)
+    for run in (plain, captured):
+        run.attach("a", 8)
+        run.attach("b", 16)
+        run.step(5)
+    graphs, captures, launches = graphs_compiled(), captured.model.captures, len(launched)
+    # Of each layer: o, gate and up forward, down backward; a few times before and in the capture.
+    assert captures == 1 and launches >= 3 * 4 and launches % (3 * 4) == 0
+    for run in (plain, captured):
+        come_and_go(run)
+    assert (graphs_compiled(), captured.model.captures, len(launched)) == (
+        graphs, captures, launches
+    )  # fmt: skip
+    for job, losses in plain.losses.items():
+        assert np.allclose(captured.losses[job], losses, rtol=0, atol=0.05)
