@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -144,3 +145,19 @@ def test_two_processes_may_write_the_same_key_at_once(tmp_path):
         for name in written
     }
     assert winners <= {"left", "right"}
+
+
+def test_a_cache_that_does_not_say_which_answers_are_empty_is_made_again(tmp_path):
+    """It was written before that was asked; its rows are the same."""
+    target = tmp_path / "key"
+    write(target, [replace(ROWS[0], empty_answer=True), ROWS[1]])
+    cache = open_cache(target, NAMES)
+    assert cache is not None and cache.empty_units().tolist() == [0]
+    meta = json.loads((target / "meta.json").read_text())
+    del meta["num_empty"]
+    (target / "meta.json").write_text(json.dumps(meta))
+    (target / "empty.npy").unlink()
+    assert open_cache(target, NAMES) is None
+    write(target)
+    cache = open_cache(target, NAMES)
+    assert cache is not None and cache.empty_units().tolist() == []

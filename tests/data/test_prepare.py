@@ -8,6 +8,7 @@ import pytest
 
 from tlora.core.errors import DataError
 from tlora.core.job import DataSpec, EvalSpec, JobSpec, TrainSpec
+from tlora.core.sequence import IGNORED
 from tlora.data import prepare as prepare_module
 from tlora.data.prepare import PreparedData, prepare
 
@@ -180,3 +181,59 @@ def test_over_length_rows_can_stop_or_empty_a_job(job, run):
         run(replace(job, train=TrainSpec(max_length=5, over_length="raise")))
     with pytest.raises(DataError, match=r"job 'sums': no row is left to train on"):
         run(replace(job, train=TrainSpec(max_length=5, over_length="drop")))
+
+
+def with_empty(count: int, *places: int) -> list[object]:
+    """Rows of which those at these places, from 1, have no answer."""
+    return [
+        {"prompt": f"How many? {n}", "completion": "" if n in places else "word"}
+        for n in range(1, count + 1)
+    ]
+
+
+def test_rows_with_an_empty_answer_are_counted_and_named(job, run, write_lines, tokenizer):
+    """They train on their end token as before; held-out ones count, in the order of the file."""
+    path = write_lines(with_empty(12, 2, 3, 7, 11, 12))
+    for split in (0, 6):
+        prepared = run(replace(job, eval=EvalSpec(split=split)))
+        report = prepared.report
+        assert (report.rows_empty, report.rows_read) == (5, 12)
+        assert report.empty_at == tuple(f"{path}:{line}" for line in (2, 3, 7))
+        (line,) = [line for line in report.lines() if "empty" in line]
+        assert line == (
+            "empty answers, of which only the end is trained: 5 rows "
+            f"({path}:2, {path}:3, {path}:7 and 2 more)"
+        )
+    second = run(replace(job, eval=EvalSpec(split=0))).train[1]
+    assert tokenizer.decode(second.input_ids[second.labels != IGNORED]) == "<|end|>"
+
+
+def test_rows_with_an_empty_answer_that_are_not_there_do_not_count(job, run, write_lines):
+    """Left out for their length, beyond eval.batch_limit, or trained on as a whole."""
+    rows = with_empty(6, 2, 5)
+    rows[1] = {"prompt": "How many? " * 50, "completion": ""}
+    path = write_lines(rows)
+    bare = replace(job, eval=EvalSpec(split=0))
+    short = run(replace(bare, train=TrainSpec(max_length=64, over_length="drop"))).report
+    assert (short.rows_dropped, short.rows_empty, short.empty_at) == (1, 1, (f"{path}:5",))
+    everything = replace(bare.data, train_on="all")
+    assert run(replace(bare, data=everything)).report.rows_empty == 0
+    other = write_lines(with_empty(4, 1, 2, 3, 4), "other.jsonl")
+    split = replace(bare, data=replace(bare.data, eval_path=str(other)))
+    assert run(split).report.rows_empty == 6
+    assert run(replace(split, eval=EvalSpec(batch_limit=1))).report.rows_empty == 3
+
+
+def test_a_pair_counts_once_whichever_side_is_empty(run, write_lines):
+    """And is named by its own line."""
+    path = write_lines(
+        [
+            {"prompt": "Hi", "chosen": "Hello.", "rejected": "What?"},
+            {"prompt": "Hi", "chosen": "Hello.", "rejected": ""},
+            {"prompt": "Hi", "chosen": "", "rejected": " "},
+        ]
+    )
+    job = JobSpec(name="dpo", data=DataSpec(path=str(path)), train=TrainSpec(loss="dpo"))
+    report = run(job).report
+    assert (report.rows_empty, report.empty_at) == (2, (f"{path}:2", f"{path}:3"))
+    assert "2 pairs" in report.lines()[-1]

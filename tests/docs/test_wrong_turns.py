@@ -111,6 +111,22 @@ def test_a_wrong_turn_is_answered(
         assert part in ran.output
 
 
+def test_rows_without_an_answer_are_told_and_trained(shell: Shell, folder: Path) -> None:
+    """By every verb that reads them: an export with a column missing looks like that."""
+    more = 'printf \'{"prompt": "How many?", "completion": ""}\\n\' >> rows.jsonl; '
+    sweep = "base: demo\ntask: {name: t, data: rows.jsonl, max_steps: 1, eval: {split: 1}}\n"
+    (folder / "sweep.yaml").write_text(sweep + "search: {space: {lora.r: [2, 4]}}\n")
+    ran = shell.run(
+        more + "tlora check jobs.yaml; tlora train jobs.yaml --output again; tlora tune sweep.yaml",
+        folder,
+    )
+    assert ran.code == 0, ran.output
+    told = [line for line in ran.output.splitlines() if "empty answers, of which only" in line]
+    # Two jobs, by check and by train, and a task.
+    assert len(told) == 5 and all("1 rows (" in line for line in told)
+    assert all(line.endswith("rows.jsonl:5)") for line in told)
+
+
 def test_asking_to_evaluate_without_held_out_rows_is_told(shell: Shell, folder: Path) -> None:
     """Not refused: other jobs of the file may have some."""
     ran = shell.run("tlora check jobs.yaml -o eval.steps=2", folder)

@@ -1,5 +1,6 @@
 """`tlora check`: what `train` would refuse, without the weights."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -150,6 +151,19 @@ def test_evaluation_steps_without_held_out_rows_get_a_word(base: Path, rows: Pat
     assert lines[-1].startswith("a: no rows are held out, so eval.steps does nothing")
     other = {**job, "eval": {"steps": 2, "split": 4}}
     assert "does nothing" not in "".join(check_run(load_spec(job_file(base, other))))
+
+
+def test_rows_with_an_empty_answer_get_a_word(base: Path, tmp_path: Path) -> None:
+    """Under the job that has them, with where they are; they are not refused."""
+    rows = [{"prompt": f"How many? {n}", "completion": "" if n == 3 else "two"} for n in range(6)]
+    for name, some in (("some", rows), ("none", rows[:3])):
+        text = "".join(json.dumps(row) + "\n" for row in some)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    jobs = [{"name": n, "data": {"path": str(tmp_path / f"{n}.jsonl")}} for n in ("some", "none")]
+    lines = check_run(load_spec(job_file(base, *jobs)))
+    (place,) = [place for place, line in enumerate(lines) if "empty" in line]
+    assert place < next(at for at, line in enumerate(lines) if line.startswith("none: "))
+    assert lines[place].endswith(f"trained: 1 rows ({tmp_path / 'some.jsonl'}:4)")
 
 
 def test_what_is_wrong_with_data_is_told_of_all_jobs_at_once(tmp_path: Path) -> None:

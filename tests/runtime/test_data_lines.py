@@ -68,17 +68,20 @@ def test_many_datasets_end_in_a_count() -> None:
 
 
 def test_rows_that_were_cut_or_left_out_are_not_passed_over() -> None:
-    """As a range, where jobs that share the file have other limits."""
+    """Nor those with an empty answer. As a range, where jobs that share the file have other
+    limits."""
     jobs = [job_on(f"job-{at}", "rows.jsonl") for at in range(6)]
     data = data_of(jobs)
     data["job-1"] = PreparedData(
         None,  # pyright: ignore[reportArgumentType]
         None,
-        replace(REPORT, rows_truncated=7, rows_dropped=2, eval_rows=100),
+        replace(REPORT, rows_truncated=7, rows_dropped=2, rows_empty=5, eval_rows=100),
         key="rows.jsonl",
     )
     line = start_lines(jobs, data, WHOLE)[1]
-    assert line.endswith("100-200 held out, 0-7 cut, 0-2 left out as too long")
+    assert line.endswith(
+        "100-200 held out, 0-7 cut, 0-2 left out as too long, 0-5 with an empty answer"
+    )
 
 
 @pytest.mark.parametrize("jobs", [2, 30])

@@ -13,6 +13,7 @@ after that.
     targets.npy   int32   tokens of each row that carry loss
     files.npy     int32   the source of each row, by its place among the sources
     lines.npy     int64   the line or row number of each row
+    empty.npy     int64   rows that have an empty answer
     meta.json             counts and words for people, written last
 """
 
@@ -55,6 +56,9 @@ class CacheMeta:
     rendering: str
     """How they became text, in words."""
 
+    num_empty: int
+    """Rows that have an empty answer. A cache that does not say is made again."""
+
 
 class TokenCache:
     """Complete rows of one key, opened for reading."""
@@ -74,6 +78,7 @@ class TokenCache:
         self._offsets = np.load(directory / "offsets.npy", mmap_mode="r")
         self._files = np.load(directory / "files.npy", mmap_mode="r")
         self._lines = np.load(directory / "lines.npy", mmap_mode="r")
+        self._empty = np.load(directory / "empty.npy", mmap_mode="r")
         self.targets: np.ndarray = np.load(directory / "targets.npy", mmap_mode="r")
         self.lengths: np.ndarray = np.diff(self._offsets)
 
@@ -84,6 +89,10 @@ class TokenCache:
     def num_units(self) -> int:
         """Rows of the data: a pair is one, and two rows here."""
         return len(self) // 2 if self.meta.pairs else len(self)
+
+    def empty_units(self) -> np.ndarray:
+        """Those of which an answer is empty, in order."""
+        return np.unique(self._empty // 2) if self.meta.pairs else self._empty
 
     def row(self, index: int) -> TokenSequence:
         """The whole row, however long."""
@@ -102,6 +111,9 @@ class TokenCache:
 
     def origin(self, index: int) -> str:
         return f"{self._sources[int(self._files[index])]}:{int(self._lines[index])}"
+
+    def unit_origin(self, unit: int) -> str:
+        return self.origin(2 * unit if self.meta.pairs else unit)
 
     def _labels(self, first: int, length: int, input_ids: np.ndarray) -> np.ndarray:
         marks = self._marks[first : first + length]
@@ -131,6 +143,7 @@ class CacheWriter:
         self._marks = open(self._draft / marks, "wb")  # noqa: SIM115
         self._offsets = array("q", [0])
         self._targets, self._files, self._lines = array("i"), array("i"), array("q")
+        self._empty = array("q")
 
     def __enter__(self) -> "CacheWriter":
         return self
@@ -144,6 +157,8 @@ class CacheWriter:
         return len(self._targets)
 
     def add(self, row: Encoded) -> None:
+        if row.empty_answer:
+            self._empty.append(len(self))
         trained = row.labels != IGNORED
         self._tokens.write(row.input_ids.astype(np.int32).tobytes())
         marks = row.labels.astype(np.int32) if self._own_labels else trained.astype(np.uint8)
@@ -161,6 +176,7 @@ class CacheWriter:
         np.save(self._draft / "targets.npy", np.array(self._targets, dtype=np.int32))
         np.save(self._draft / "files.npy", np.array(self._files, dtype=np.int32))
         np.save(self._draft / "lines.npy", np.array(self._lines, dtype=np.int64))
+        np.save(self._draft / "empty.npy", np.array(self._empty, dtype=np.int64))
         meta = CacheMeta(
             num_rows=len(self),
             num_tokens=self._offsets[-1],
@@ -168,6 +184,7 @@ class CacheWriter:
             pairs=pairs,
             detected=detected,
             rendering=rendering,
+            num_empty=len(self._empty),
         )
         (self._draft / "meta.json").write_text(json.dumps(asdict(meta), indent=1))
         if self._target.exists() and read_meta(self._target) is None:

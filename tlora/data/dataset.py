@@ -51,6 +51,10 @@ class TokenDataset:
     def num_truncated(self) -> int:
         return int((self._cache.lengths[self.index] > self._max_length).sum())
 
+    def empty_answers(self) -> np.ndarray:
+        """Rows of the cache that are here and have one."""
+        return np.intersect1d(self.index, self._cache.empty_units(), assume_unique=True)
+
     def num_targets(self) -> np.ndarray:
         """Tokens of each row that carry loss, after cutting, int64; only rows that are cut are
         read."""

@@ -79,6 +79,38 @@ class Preference:
 Example = Chat | Completion | Instruction | Text | Tokens | Preference
 
 
+def has_empty_answer(example: Example) -> bool:
+    """Whether the model would learn to end an answer before it has begun: nothing, or white space,
+    where it should write."""
+    match example:
+        case Chat(messages, trained):
+            return any(
+                learnt and _says_nothing(message)
+                for message, learnt in zip(messages, trained, strict=True)
+            )
+        case Completion(_, completion):
+            return _is_blank(completion)
+        case Instruction():
+            return any(map(_is_blank, [example.answer, *(answer for _, answer in example.history)]))
+        case Text() | Tokens():
+            return False
+        case Preference(chosen, rejected):
+            return has_empty_answer(chosen) or has_empty_answer(rejected)
+
+
+def _says_nothing(message: Message) -> bool:
+    """Neither content nor a tool call, thoughts or whatever else a template may write out."""
+    around = ("role", "name", "content")
+    said = any(value for key, value in message.items() if key not in around)
+    return not said and _is_blank(message["content"])
+
+
+def _is_blank(content: object) -> bool:
+    if isinstance(content, list):
+        return all(isinstance(part, dict) and _is_blank(part.get("text")) for part in content)
+    return isinstance(content, str) and not content.strip()
+
+
 def turns(spoken: list[tuple[str, str]]) -> Chat:
     """A chat of (role, text) turns in which every assistant turn is trained on."""
     return Chat(

@@ -58,6 +58,10 @@ class PairDataset:
             TokenPair(self._cache.row(first), self._cache.row(first + 1)), self._max_length
         )
 
+    def empty_answers(self) -> np.ndarray:
+        """Pairs of the cache that are here and of which a side is empty."""
+        return np.intersect1d(self.index, self._cache.empty_units(), assume_unique=True)
+
     def num_targets(self) -> np.ndarray:
         """Tokens of each pair that count, after cutting, int64."""
         return self._targets

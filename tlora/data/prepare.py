@@ -19,7 +19,7 @@ from tlora.data.fingerprint import cache_key, tokenizer_fingerprint
 from tlora.data.pairs import PairDataset
 from tlora.data.reading import read_rows
 from tlora.data.render import Renderer
-from tlora.data.report import DataReport, LengthQuantiles
+from tlora.data.report import NAMED_EMPTY, DataReport, LengthQuantiles
 from tlora.data.rows import Origin
 from tlora.data.shapes import detect, read_examples
 from tlora.data.sources import find_sources
@@ -135,7 +135,7 @@ def _prepare(
             f"{job.train.max_length} tokens and over_length is drop"
         )
     key = f"{main.cache.key}:{held_out.cache.key}"
-    return PreparedData(train, evaluation, _report(job, main, train, evaluation), key)
+    return PreparedData(train, evaluation, _report(job, main, held_out, train, evaluation), key)
 
 
 def _check_loss(job: JobSpec, cache: TokenCache) -> None:
@@ -233,8 +233,18 @@ def resolve_template(text: str | None) -> str | None:
         ) from error
 
 
-def _report(job: JobSpec, main: _Tokenised, train: Rows, evaluation: Rows | None) -> DataReport:
+def _report(
+    job: JobSpec, main: _Tokenised, held_out: _Tokenised, train: Rows, evaluation: Rows | None
+) -> DataReport:
     views = [train, evaluation] if evaluation is not None else [train]
+    caches = [main.cache, held_out.cache][: len(views)]
+    empty = [
+        (cache, unit)
+        for view, cache in zip(views, caches, strict=True)
+        for unit in view.empty_answers().tolist()
+    ]
+    # As in the files, whatever was held out of them.
+    empty.sort(key=lambda each: (each[0] is not main.cache, each[1]))
     return DataReport(
         detected=main.cache.meta.detected,
         rendering=main.cache.meta.rendering,
@@ -242,6 +252,8 @@ def _report(job: JobSpec, main: _Tokenised, train: Rows, evaluation: Rows | None
         rows_read=main.cache.num_units,
         rows_dropped=sum(view.num_dropped for view in views),
         rows_truncated=sum(view.num_truncated for view in views),
+        rows_empty=len(empty),
+        empty_at=tuple(cache.unit_origin(unit) for cache, unit in empty[:NAMED_EMPTY]),
         max_length=job.train.max_length,
         train_rows=len(train),
         train_tokens=int(train.lengths.sum()),

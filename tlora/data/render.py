@@ -1,9 +1,19 @@
 """Decides how an example becomes text: through a chat template where there is one, else in a plain
 layout."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from tlora.data.examples import Chat, Completion, Example, Instruction, Preference, Text, Tokens
+from tlora.data.examples import (
+    Chat,
+    Completion,
+    Example,
+    Instruction,
+    Preference,
+    Text,
+    Tokens,
+    has_empty_answer,
+)
 from tlora.data.layouts import lay_out
 from tlora.data.rendered import Rendered
 from tlora.data.rows import Origin
@@ -39,7 +49,9 @@ class Renderer:
             case Tokens():
                 raise AssertionError("a row of tokens has no text to render")
         _check_characters(rendered.text, origin)
-        return rendered.wholly_trained() if self._train_on_all else rendered
+        if self._train_on_all:
+            return rendered.wholly_trained()
+        return replace(rendered, empty_answer=has_empty_answer(example))
 
     def _render_chat(self, chat: Chat, origin: Origin) -> Rendered:
         if self._chats is None:

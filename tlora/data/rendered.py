@@ -15,6 +15,9 @@ class Rendered:
     framed: bool = False
     """Whether the begin and end tokens are still to be put around the text."""
 
+    empty_answer: bool = False
+    """Whether one of the spans is that of an answer that says nothing: its end, if anything."""
+
     def __post_init__(self) -> None:
         edges = [edge for span in self.spans for edge in span]
         assert edges == sorted(edges), f"spans out of order: {self.spans}"

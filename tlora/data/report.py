@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+NAMED_EMPTY = 3
+"""Rows with an empty answer that are told by their place."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthQuantiles:
@@ -38,6 +41,12 @@ class DataReport:
     """Left out because they were too long."""
 
     rows_truncated: int
+    rows_empty: int = 0
+    """With an answer of nothing, or of white space: its end is all that is trained on."""
+
+    empty_at: tuple[str, ...] = ()
+    """Where the first of these are."""
+
     max_length: int
 
     train_rows: int
@@ -70,5 +79,12 @@ class DataReport:
         if self.rows_dropped:
             report.append(
                 f"left out, over {self.max_length:,} tokens: {self.rows_dropped:,} {rows}"
+            )
+        if self.rows_empty:
+            more = self.rows_empty - len(self.empty_at)
+            places = ", ".join(self.empty_at) + (f" and {more:,} more" if more else "")
+            report.append(
+                f"empty answers, of which only the end is trained: {self.rows_empty:,} {rows} "
+                f"({places})"
             )
         return report

@@ -50,6 +50,9 @@ class Encoded:
     """int64 [length, 2]: the characters of `text` that each token stands for; None where
     unknown."""
 
+    empty_answer: bool = False
+    """Whether the end is all that is trained on of one of its answers."""
+
 
 class Encoder:
     """Renders and tokenises examples for one tokenizer."""
@@ -140,7 +143,7 @@ class Encoder:
             around = [np.full((len(tokens), 2), NO_TEXT) for tokens in (head, tail)]
             ranges = np.concatenate((around[0], ranges, around[1]))
         labels = np.where(trained, ids, np.int32(IGNORED))
-        return Encoded(ids, labels, origin, rendered.text, ranges)
+        return Encoded(ids, labels, origin, rendered.text, ranges, rendered.empty_answer)
 
     def _take_tokens(self, example: Tokens, origin: Origin) -> Encoded:
         labels = example.input_ids if example.labels is None else example.labels

@@ -87,6 +87,8 @@ def facts(data: Sequence[PreparedData]) -> str:
         parts.append(f"{span([report.rows_truncated for report in reports])} cut")
     if any(report.rows_dropped for report in reports):
         parts.append(f"{span([report.rows_dropped for report in reports])} left out as too long")
+    if any(report.rows_empty for report in reports):
+        parts.append(f"{span([report.rows_empty for report in reports])} with an empty answer")
     return ", ".join(parts)
 
 
