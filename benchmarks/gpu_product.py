@@ -32,7 +32,7 @@ from tlora.kernels.multi_lora.blocks import Blocks, Layout
 from tlora.kernels.multi_lora.pages import BLOCK, PAGE
 from tlora.kernels.multi_lora.settings import PRODUCT, Tuning
 from tlora.kernels.multi_lora.tables import Segment
-from tlora.kernels.multi_lora.triton_product import place, product
+from tlora.kernels.multi_lora.triton_product import Update, place, product
 
 SETTINGS = {
     "128x256 s3": PRODUCT,
@@ -135,7 +135,7 @@ class Inputs:
         )
         blocks = Blocks.new(layout, DEVICE)
         blocks.copy(segments)
-        update = (place(self.s, blocks), self.rows, blocks)
+        update = Update(place(self.s, blocks), self.rows, blocks)
         return lambda: product(self.y, self.x, self.w, update=update, tuning=SETTINGS[setting])
 
     def expected(self) -> torch.Tensor:

@@ -120,7 +120,7 @@ def launched(monkeypatch) -> list[int]:
     calls, original = [], triton_product.product
 
     def product(*arguments, **options):
-        calls.append(options.get("linear", 0))
+        calls.append(options["update"].linear)
         return original(*arguments, **options)
 
     monkeypatch.setattr(triton_product, "product", product)

@@ -70,8 +70,8 @@ class Problem:
         slots, outputs = triton_product.place(self.s, self.blocks), []
         for i, (w, rows) in enumerate(zip(self.w, self.rows, strict=True)):
             y = torch.full((TOKENS, WIDTH), torch.nan, device=DEVICE, dtype=DTYPE)
-            update = (slots, rows, self.blocks)
-            triton_product.product(y, self.x, w, update=update, linear=i, tuning=tuning)
+            update = triton_product.Update(slots, rows, self.blocks, i)
+            triton_product.product(y, self.x, w, update=update, tuning=tuning)
             outputs.append(y)
         return outputs
 

@@ -475,6 +475,17 @@ def expand(
     )  # fmt: skip
 
 
+def shrunk(
+    x: torch.Tensor, a: torch.Tensor, blocks: Blocks, rows: torch.Tensor, linears: list[int]
+) -> torch.Tensor:
+    """S of all linears."""
+    layout = blocks.layout
+    s = torch.empty(len(x), layout.s_width, dtype=x.dtype, device=x.device)
+    n = layout.num_linears
+    shrink(s, [x] * n, [a] * n, blocks, rows, linears, name="shrink_x")
+    return s
+
+
 def add_forward(
     y: list[torch.Tensor],
     x: torch.Tensor,
@@ -490,10 +501,6 @@ def add_forward(
 ) -> torch.Tensor:
     """y_l += delta_l, or with `write` y_l = delta_l + bias_l for every token. Gives S, which is
     computed if it is not there."""
-    if s is None:
-        layout = blocks.layout
-        s = torch.empty(len(x), layout.s_width, dtype=x.dtype, device=x.device)
-        n = layout.num_linears
-        shrink(s, [x] * n, [a] * n, blocks, rows, linears, name="shrink_x")
+    s = shrunk(x, a, blocks, rows, linears) if s is None else s
     expand(y, s, b, blocks, rows, linears, name="expand_y", write=write, biases=biases)
     return s

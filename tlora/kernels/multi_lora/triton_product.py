@@ -13,7 +13,7 @@ Letters: M blocks of tokens, N tiles of features, K steps of the inner dimension
 BN features, STEP of the inner dimension.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tlora.kernels.multi_lora import pages, settings
 from tlora.kernels.multi_lora.blocks import Blocks
 from tlora.kernels.multi_lora.settings import Tuning
-from tlora.kernels.multi_lora.triton_forward import shrink
+from tlora.kernels.multi_lora.triton_forward import shrunk
 
 HEAD = tl.constexpr(pages.HEAD)
 SLOTS = tl.constexpr(pages.SLOTS)
@@ -131,28 +131,39 @@ def place(s: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     return slots
 
 
+class Update(NamedTuple):
+    """What the adapters add to a product."""
+
+    slots: torch.Tensor
+    """S or dS, as `place` lays it."""
+
+    rows: torch.Tensor
+    """The pool's copy of B or A: [rank rows, features]."""
+
+    blocks: Blocks
+    linear: int = 0
+
+
 def product(
     y: torch.Tensor,
     x: torch.Tensor,
     w: torch.Tensor,
     *,
-    update: tuple[torch.Tensor, torch.Tensor, Blocks] | None = None,
-    linear: int = 0,
+    update: Update | None = None,
     tuning: Tuning | None = None,
 ) -> Any:
-    """y = x w for w of [depth, features]; with an update of (slots, rank rows, lists) also what
-    the adapters of this linear add. Gives what was launched."""
+    """y = x w for w of [depth, features], and what the adapters add. Gives what was launched."""
     tuning = tuning or settings.PRODUCT
     block, page, features = pages.BLOCK, pages.PAGE, tuning.features
     x_desc = TensorDescriptor.from_tensor(x, [block, page])
     w_desc = TensorDescriptor.from_tensor(w, [page, features])
     y_desc = TensorDescriptor.from_tensor(y, [block, features])
-    s_desc, rows_desc, table, first_head = x_desc, w_desc, x, 0
+    s_desc, rows_desc, table, first_head, linear = x_desc, w_desc, x, 0, 0
     if update:
-        slots, rows, blocks = update
-        s_desc = TensorDescriptor.from_tensor(slots, [block, page])
-        rows_desc = TensorDescriptor.from_tensor(rows, [page, features])
-        table, first_head = blocks.table, blocks.layout.first_head(linear)
+        s_desc = TensorDescriptor.from_tensor(update.slots, [block, page])
+        rows_desc = TensorDescriptor.from_tensor(update.rows, [page, features])
+        table, linear = update.blocks.table, update.linear
+        first_head = update.blocks.layout.first_head(linear)
     num_m, num_n = pages.num_blocks(len(y)), -(-y.shape[1] // features)
     programs = min(num_m * num_n, tuning.programs * _processors(y.device))
     return product_kernel[(programs,)](
@@ -184,14 +195,10 @@ def linears_with_update(
 ) -> torch.Tensor:
     """y_l = x W_l^T + delta_l for weights that lie turned. Gives S, which is computed if it is not
     there."""
-    if s is None:
-        layout = blocks.layout
-        s = x.new_empty(len(x), layout.s_width)
-        n = layout.num_linears
-        shrink(s, [x] * n, [a] * n, blocks, rows, linears, name="shrink_x")
+    s = shrunk(x, a, blocks, rows, linears) if s is None else s
     slots = place(s, blocks)
     for i, (y_l, weight, b_l) in enumerate(zip(y, weights, b, strict=True)):
-        product(y_l, x, weight.T, update=(slots, b_l, blocks), linear=i)
+        product(y_l, x, weight.T, update=Update(slots, b_l, blocks, i))
     return s
 
 
@@ -204,4 +211,4 @@ def input_gradient_with_update(
     blocks: Blocks,
 ) -> None:
     """dx = dy W + dS A, of a group of one linear."""
-    product(dx, dy, weight, update=(place(ds, blocks), a, blocks))
+    product(dx, dy, weight, update=Update(place(ds, blocks), a, blocks))
