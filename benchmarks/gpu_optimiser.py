@@ -4,11 +4,12 @@
     PYTHONPATH=. python3 benchmarks/gpu_optimiser.py --sweep --shape 8b     # tiles and chunks
 
 The pools of a whole model (every linear of every layer), ranks 8 to 64. First a check: one pooled
-step against each job by itself from the same start, and a rate 1 % off, which must be refused. Then
-a step of all jobs and of one of them. Device time lies between events, with the launches queued up
-behind a pause of the device where nothing waits for it; wall time has the norms read. Each job by
-itself reads a norm per job. The floor is 36 bytes per parameter (32, and 4 for the norm) at the
-rate of a copy, measured here. A table, then one JSON line.
+step against each job by itself from the same start, and a rate 1 % off, which must be refused;
+copies in bfloat16 must be the new values. Then a step of all jobs and of one of them. Device time
+lies between events, with the launches queued up behind a pause of the device where nothing waits
+for it; wall time has the norms read. Each job by itself reads a norm per job. The floor is 38 bytes
+per parameter (32, 4 for the norm, 2 for the copy) at the rate of a copy, measured here. A table,
+then one JSON line.
 """
 
 import argparse
@@ -38,17 +39,24 @@ SHAPES = {
     ),
 }
 RANKS = (8, 64, 16, 32, 8, 64, 16, 32)
+STEP_BYTES = 38
+"""Of a parameter: value, gradient and moments read and written, the gradient read for its norm, and
+the copy in bfloat16 written."""
+
 LIMIT = 1e-5
 """Of the check: relative, in float32 both ways."""
 
 
 class Pools:
-    """Value, gradient and moments of every matrix, and the rows of each job."""
+    """Value, gradient and moments of every matrix with its copy, and the rows of each job."""
 
     def __init__(self, shape: str, ranks: tuple[int, ...]) -> None:
         layers, groups = SHAPES[shape]
         self.rows: list[list[Rows]] = [[] for _ in ranks]
         self.views: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in ranks]
+        self.copied: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in ranks]
+        """(copy, value) of each job's rows of every matrix."""
+
         self.num_parameters = 0
         for width, copies in (
             (width, copies)
@@ -59,10 +67,13 @@ class Pools:
             count = copies * sum(ranks)
             tensors = tuple(torch.zeros(count, width, device="cuda") for _ in range(4))
             tensors[0].normal_()
+            copy = tensors[0].bfloat16()
             self.num_parameters += tensors[0].numel()
             first = 0
             for job, rank in enumerate(ranks):
-                self.rows[job].append(Rows(tensors, first, copies * rank))
+                self.rows[job].append(Rows(tensors, first, copies * rank, copy))
+                part = slice(first, first + copies * rank)
+                self.copied[job].append((copy[part], tensors[0][part]))
                 # By linear, as the engine's views of a job are.
                 for _ in range(copies):
                     view = tuple(tensor[first : first + rank] for tensor in tensors)
@@ -94,7 +105,7 @@ def order(slot: int, number: int = 10) -> Order:
 
 
 def each_by_itself(pools: Pools, orders: list[Order]) -> list[float]:
-    """What the engine does without Triton (training/optimiser.py)."""
+    """What the engine does without Triton (training/optimiser.py), and the copies."""
     norms = []
     for each in orders:
         value, grad, exp_avg, exp_avg_sq = map(list, zip(*pools.views[each.slot], strict=True))
@@ -110,6 +121,8 @@ def each_by_itself(pools: Pools, orders: list[Order]) -> list[float]:
             weight_decay=each.weight_decay, eps=each.epsilon, amsgrad=False, maximize=False,
         )  # fmt: skip
         torch._foreach_zero_(grad)
+        copied = pools.copied[each.slot]
+        torch._foreach_copy_([copy for copy, _ in copied], [value for _, value in copied])
     return norms
 
 
@@ -128,6 +141,9 @@ def check(pools: Pools, work: Work) -> dict:
         # A few matrices of the first and last layers: copies of all would not fit beside them.
         kept = [*pools.matrices[:11], *pools.matrices[-11:]]
         assert not any(grad.any() for _, grad, _, _ in pools.matrices)
+        assert all(
+            torch.equal(copy, value.bfloat16()) for job in pools.copied for copy, value in job
+        )
         return norms, [[t.clone() for t in (m[0], m[2], m[3])] for m in kept]
 
     def worst(one, other) -> float:
@@ -229,7 +245,7 @@ def measure(shape: str) -> dict:
     for due in (list(range(len(RANKS))), [0], [1]):
         orders = [order(slot) for slot in due]
         parameters = sum(view[0].numel() for slot in due for view in pools.views[slot])
-        floor = 36 * parameters / rate / 1e9
+        floor = STEP_BYTES * parameters / rate / 1e9
         name = "all" if len(due) > 1 else f"r={RANKS[due[0]]}"
         pools.fill_gradients(1)
         ways = {
@@ -242,7 +258,7 @@ def measure(shape: str) -> dict:
             device = device_ms(step)
             row = {
                 "device_ms": round(device, 3),
-                "tb_s": round(36 * parameters / device / 1e9, 3),
+                "tb_s": round(STEP_BYTES * parameters / device / 1e9, 3),
                 "of_floor": round(device / floor, 3),
                 "wall_ms": round(wall_ms((lambda s=step: s().tolist()) if pooled else step), 3),
                 # Each job by itself waits for the device: that is no launching.

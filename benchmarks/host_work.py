@@ -160,7 +160,7 @@ class Day:
     def _attach(self, job: JobSpec, parts: Parts | None = None) -> None:
         weights = self.model.new_adapter(job)
         with (parts or Parts()).timed("attach"):
-            there = moving.bring_weights(self.model, weights).result()
+            there = moving.bring_weights(self.model, job.name, weights).result()
             self.engine.attach(job.name, there, scale=job.lora.scale, seed=job.train.seed)
 
     def round(self, parts: Parts) -> None:

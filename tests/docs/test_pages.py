@@ -11,7 +11,7 @@ import typer
 from support.page_runner import REPOSITORY, Shell, run_page
 from support.pages import Block, read_page
 
-from tlora.cli.main import app
+from tlora.cli.app import app
 from tlora.config.fields import JOB, RUN
 from tlora.core.assets import DEMO
 

@@ -24,8 +24,12 @@ JOBS = [
 LIMIT = 2e-6
 
 
+COPIES = (torch.bfloat16, torch.bfloat16, None, torch.bfloat16)
+"""One matrix has none."""
+
+
 def new_problem(jobs: list[Job] = JOBS) -> Problem:
-    return Problem(WIDTHS, jobs, "cuda", chunk=CHUNK)
+    return Problem(WIDTHS, jobs, "cuda", chunk=CHUNK, copies=COPIES)
 
 
 def launched(problem: Problem, numbers: dict[int, int]) -> torch.Tensor:
@@ -38,7 +42,8 @@ def launched(problem: Problem, numbers: dict[int, int]) -> torch.Tensor:
 
 def test_steps_equal_torchs_and_touch_nobody_else() -> None:
     """Four jobs over three rounds, some of them not due: weights, moments and norms are those of
-    float64, every other row keeps its bits, and a rate that is 1 % off is refused."""
+    float64, copies are the weights as torch rounds them, every other row keeps its bits, and a rate
+    that is 1 % off is refused."""
     problem, theirs = new_problem(), [Torch(job, WIDTHS) for job in JOBS]
     for numbers in ({2: 1, 0: 1}, {3: 1, 0: 2}, {0: 3, 1: 1, 2: 2, 3: 2}):
         before = problem.copy()
@@ -49,6 +54,7 @@ def test_steps_equal_torchs_and_touch_nobody_else() -> None:
             theirs[slot].finish()
             assert worst_error(problem, slot, theirs[slot]) < LIMIT, (slot, numbers)
             assert not any(grad.any() for _, grad, _, _ in problem.views(slot))
+            assert problem.copies_follow(slot)
         changed = problem.changed_rows(before)
         for rows, owned in zip(changed, problem.owned_rows(list(numbers)), strict=True):
             assert not rows[~owned].any()
@@ -74,10 +80,37 @@ def test_a_gradient_that_is_no_number_changes_its_own_job_only() -> None:
     assert norms[2] == float("inf") and all(norm < 1e9 for norm in norms[:2] + norms[3:])
     changed = problem.changed_rows(before)
     for i, (rows, owned) in enumerate(zip(changed, problem.owned_rows([2]), strict=True)):
-        assert rows[owned].any() == (i % 4 == 1)
+        assert rows[owned].any() == (i < 4 * len(WIDTHS) and i % 4 == 1)
     for slot in (0, 1, 3):
         for ours, theirs in zip(problem.views(slot), healthy.views(slot), strict=True):
             assert all(torch.equal(u, v) for u, v in zip(ours, theirs, strict=True))
+        assert problem.copies_follow(slot)
+
+
+@pytest.mark.parametrize("matrix", [0, 2], ids=["aligned", "odd"])
+@pytest.mark.parametrize("weight", [3.4e38, -3.4e38, float("inf"), float("nan")])
+def test_a_weight_that_a_copy_does_not_hold_is_zero_there_and_fails_its_job(
+    weight: float, matrix: int
+) -> None:
+    """In the last chunk of a job with many: its norm is NaN, the rest of its copies follow, and the
+    others have the bits of a run without it. One that bfloat16 holds is copied."""
+    problem, healthy = new_problem(), new_problem()
+    for each, value in ((problem, weight), (healthy, 3.3e38)):
+        each.copied(2)[matrix][0][-1, -1] = value
+    everyone = dict.fromkeys(range(len(JOBS)), 1)
+    norms, right = launched(problem, everyone).tolist(), launched(healthy, everyone).tolist()
+    assert norms[2] != norms[2] and right[2] < float("inf")
+    assert norms[:2] + norms[3:] == right[:2] + right[3:]
+    assert healthy.copies_follow(2) and healthy.copied(2)[matrix][1][-1, -1] > 3.2e38
+    for index, (ours, theirs) in enumerate(zip(problem.copied(2), healthy.copied(2), strict=True)):
+        wrong = (ours[1] != theirs[1]).nonzero().tolist()
+        last = [size - 1 for size in ours[1].shape]
+        assert ours[1].isfinite().all() and wrong == ([last] if index == matrix else [])
+    assert problem.copied(2)[matrix][1][-1, -1] == 0
+    for slot in (0, 1, 3):
+        for ours, theirs in zip(problem.views(slot), healthy.views(slot), strict=True):
+            assert all(torch.equal(u, v) for u, v in zip(ours, theirs, strict=True))
+        assert problem.copies_follow(slot)
 
 
 def test_same_bits_twice_and_with_other_neighbours() -> None:
@@ -88,6 +121,7 @@ def test_same_bits_twice_and_with_other_neighbours() -> None:
         slot = len(jobs) - 1
         norms = launched(problem, dict.fromkeys(range(len(jobs)), 1))
         found = [norms[slot], *(t for views in problem.views(slot) for t in views)]
+        found += [copy for _, copy in problem.copied(slot)]
         first = first or found
         assert all(torch.equal(u, v) for u, v in zip(first, found, strict=True))
 

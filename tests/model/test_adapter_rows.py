@@ -6,6 +6,8 @@ import pytest
 import torch
 from support.models import job_spec, super_model, tiny_model
 
+from tlora.core.errors import JobFailed
+from tlora.model import linear
 from tlora.model.adapters import AdapterWeights
 from tlora.model.rank_rows import RankRows
 
@@ -99,6 +101,40 @@ def test_one_copy_of_the_base_whatever_the_number_of_jobs() -> None:
     needed = 4 * 4 * rows * sum(widths)
     assert needed <= sum(tensor.nbytes for tensor in pooled) <= 2 * needed
     model.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "held", "beyond"),
+    [
+        (torch.float16, 65519.0, 65520.0),
+        (torch.bfloat16, 3.39e38, 3.3962e38),
+        (torch.float32, 3.4e38, torch.inf),
+    ],
+    ids=["float16", "bfloat16", "float32"],
+)
+def test_weights_that_kernels_could_not_hold_are_refused(
+    dtype: torch.dtype, held: float, beyond: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is given to kernels is always a finite number: the largest that their format holds comes
+    in, the next one fails its job by name, with nothing claimed, as do infinity and NaN."""
+    monkeypatch.setattr(linear, "operand_dtype", lambda *_: dtype)
+    model = super_model(tiny_model(), reserve_rows=8)
+    model.attach("a", model.new_adapter(job_spec("a")), scale=1.0)
+    path = next(iter(model.targets))
+    for number in (-held, beyond, -beyond, torch.inf, torch.nan):
+        weights = model.new_adapter(job_spec("b"))
+        weights[path].b[1, 2] = number
+        if number == -held:
+            model.attach("b", weights, scale=1.0)
+            model.detach("b")
+            continue
+        name = str(dtype).removeprefix("torch.")
+        with pytest.raises(JobFailed, match=rf"job 'b': .* on {path} that .* numbers in {name};"):
+            model.attach("b", weights, scale=1.0)
+        model.check_integrity()
+        assert model.jobs == ["a"] and not any("b" in pool.slots for pool in model.pools)
+    operands = [rows.operand for pool in model.pools for rows in pool.matrices]
+    assert all(operand.dtype == dtype and operand.isfinite().all() for operand in operands)
 
 
 def test_a_freed_row_holds_nothing_of_its_last_owner() -> None:

@@ -235,11 +235,10 @@ def test_a_job_without_tokens_in_a_nano_batch_changes_nothing_and_gets_nothing()
     tenant = Tenant(random_adapter(plain, rank=3, seed=1), 1.0, sequences_of([9], seed=5))
     batch = packed({"a": tenant.sequences})
     alone = attached(super_model(plain), {"a": tenant})
-    idle = {
-        path: LoraPair(a=pair.a * torch.nan, b=pair.b * torch.nan)
-        for path, pair in random_adapter(plain, rank=4, seed=2).items()
-    }
-    beside = attached(super_model(plain), {"idle": Tenant(idle, 1.0, []), "a": tenant})
+    idle = Tenant(random_adapter(plain, rank=4, seed=2), 1.0, [])
+    beside = attached(super_model(plain), {"idle": idle, "a": tenant})
+    for views in beside.views("idle").values():
+        views.value.fill_(torch.nan)
     assert torch.equal(super_logits(alone, batch)["a"], super_logits(beside, batch)["a"])
     gradients = super_gradients(beside, batch)
     assert all(not gradient.any() for gradient in gradients["idle"].values())

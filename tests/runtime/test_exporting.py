@@ -95,10 +95,10 @@ def test_files_that_do_something_else_are_refused(
 
 def test_weights_that_are_not_finite_are_not_exported(tmp_path: Path, model, plain) -> None:
     """Neither under the job's name nor beside it."""
-    weights = random_adapter(plain, rank=4, seed=1)
-    next(iter(weights.values())).a[0, 0] = torch.nan
+    model.attach("a", random_adapter(plain, rank=4, seed=1), scale=1.0)
+    next(iter(model.views("a").values())).value[0, 0] = torch.nan
     with pytest.raises(AdapterError, match="not finite"):
-        export_to(tmp_path / "adapter", model, weights)
+        export_to(tmp_path / "adapter", model)
     assert list(tmp_path.iterdir()) == []
 
 

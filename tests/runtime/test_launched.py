@@ -161,7 +161,7 @@ def test_of_ranks_that_are_refused_together_one_says_why(
 ) -> None:
     """A launcher ends all with the first that leaves, so the other waits until it is said."""
     waited: list[float] = []
-    monkeypatch.setattr("tlora.cli.main.time.sleep", waited.append)
+    monkeypatch.setattr("tlora.cli.app.time.sleep", waited.append)
     said = []
     for rank in (1, 0):
         as_rank_of_torchrun(monkeypatch, tmp_path / "logs", rank=rank, attempt=0)

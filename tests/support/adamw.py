@@ -43,7 +43,16 @@ class Job:
 class Problem:
     """Pooled matrices of these widths, with the rows of these jobs one after another."""
 
-    def __init__(self, widths: Sequence[int], jobs: Sequence[Job], device: str, *, chunk: int):
+    def __init__(
+        self,
+        widths: Sequence[int],
+        jobs: Sequence[Job],
+        device: str,
+        *,
+        chunk: int,
+        copies: Sequence[torch.dtype | None] | None = None,
+    ):
+        """`copies` has the format of each matrix's copy, if there are any."""
         self.widths, self.jobs, self.device = widths, jobs, device
         self.first: list[list[int]] = []
         rows = [GAP] * len(widths)
@@ -54,17 +63,23 @@ class Problem:
             tuple(torch.full((count, width), float("nan"), device=device) for _ in range(4))
             for count, width in zip(rows, widths, strict=True)
         ]
+        self.copies = [
+            None if dtype is None else matrix[0].to(dtype)
+            for matrix, dtype in zip(self.matrices, copies or [None] * len(widths), strict=True)
+        ]
         for slot, job in enumerate(jobs):
             weights = torch.Generator().manual_seed(job.seed)
             for value, grad, exp_avg, exp_avg_sq in self.views(slot):
                 value.copy_(torch.randn(value.shape, generator=weights))
                 for tensor in (grad, exp_avg, exp_avg_sq):
                     tensor.zero_()
+            for value, copy in self.copied(slot):
+                copy.copy_(value)
         parts = [
             [
-                Rows(matrix, first, rank)
-                for matrix, first, rank in zip(
-                    self.matrices, self.first[slot], job.ranks, strict=True
+                Rows(matrix, first, rank, copy)
+                for matrix, copy, first, rank in zip(
+                    self.matrices, self.copies, self.first[slot], job.ranks, strict=True
                 )
             ]
             for slot, job in enumerate(jobs)
@@ -81,34 +96,52 @@ class Problem:
             if rank
         ]
 
+    def copied(self, slot: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(value, copy) of every matrix of the job that has one."""
+        return [
+            (matrix[0][first : first + rank], copy[first : first + rank])
+            for matrix, copy, first, rank in zip(
+                self.matrices, self.copies, self.first[slot], self.jobs[slot].ranks, strict=True
+            )
+            if rank and copy is not None
+        ]
+
+    def copies_follow(self, slot: int) -> bool:
+        """To the bit."""
+        return all(torch.equal(copy, value.to(copy.dtype)) for value, copy in self.copied(slot))
+
     def fill_gradients(self, slot: int, number: int) -> None:
         for (_, grad, _, _), new in zip(
             self.views(slot), gradients(self.jobs[slot], self.widths, number), strict=True
         ):
             grad.copy_(new)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Four of every matrix, and after them the copies."""
+        copies = [copy for copy in self.copies if copy is not None]
+        return [*(tensor for matrix in self.matrices for tensor in matrix), *copies]
+
     def copy(self) -> list[torch.Tensor]:
-        return [tensor.clone() for matrix in self.matrices for tensor in matrix]
+        return [tensor.clone() for tensor in self.tensors()]
 
     def changed_rows(self, before: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Of every tensor, which rows have other bits than in the copy."""
+        """Of every tensor, which rows have other bits than before."""
         return [
-            (tensor.view(torch.int32) != old.view(torch.int32)).any(dim=1)
-            for tensor, old in zip(
-                [tensor for matrix in self.matrices for tensor in matrix], before, strict=True
-            )
+            (tensor.view(torch.uint8) != old.view(torch.uint8)).any(dim=1)
+            for tensor, old in zip(self.tensors(), before, strict=True)
         ]
 
     def owned_rows(self, slots: Sequence[int]) -> list[torch.Tensor]:
         """The rows of these jobs, of every tensor."""
-        masks = []
+        masks, of_copies = [], []
         for index, matrix in enumerate(self.matrices):
             mask = torch.zeros(len(matrix[0]), dtype=torch.bool, device=self.device)
             for slot in slots:
                 first = self.first[slot][index]
                 mask[first : first + self.jobs[slot].ranks[index]] = True
             masks += [mask] * 4
-        return masks
+            of_copies += [] if self.copies[index] is None else [mask]
+        return [*masks, *of_copies]
 
 
 def gradients(job: Job, widths: Sequence[int], number: int) -> list[torch.Tensor]:

@@ -103,7 +103,7 @@ def load_libraries() -> None:
     """Imports only: no thread of torch may be there when a child is forked."""
     import peft  # noqa: F401
 
-    import tlora.cli.main
+    import tlora.cli.app
     import tlora.runtime.checking
     import tlora.runtime.merging
     import tlora.runtime.previewing

@@ -17,6 +17,7 @@ from tlora.core.sequence import TokenSequence
 from tlora.model import compiling, super_model
 from tlora.model.loading import load_base
 from tlora.model.packing import Share, pack
+from tlora.model.rank_rows import copy_all
 from tlora.model.super_model import SuperModel
 from tlora.parallel.counting import Counts
 from tlora.parallel.lock_step import Pass
@@ -95,7 +96,7 @@ def shards_beside_whole(
         for rows in each.views("odd").values():
             generator = torch.Generator().manual_seed(3)
             rows.value.copy_(torch.randn(rows.value.shape, generator=generator))
-        each.refresh_operands()
+        copy_all(each.rows("odd").copied)
         # Every kind of pass is traced by itself, which takes its time.
         for train in (True, True) if "compiled" in kind else (True, False, True):
             if each is model and not alone:

@@ -5,7 +5,9 @@ import torch
 from support.alone import ROUNDING, alone, as_alone, weights
 from support.tiny import Fed, batches, distance, drive, identical, tiny_engine, train
 
+from tlora.core.errors import JobFailed
 from tlora.model.adapters import AdapterWeights
+from tlora.training import moving
 from tlora.training.engine import Engine
 from tlora.training.optimiser import AdamW
 
@@ -100,3 +102,19 @@ def test_an_attach_that_breaks_off_leaves_nothing_behind(
     other = neighbour()
     train(engine, [other])
     assert as_alone(engine, other, neighbour)
+
+
+def test_what_holds_no_numbers_is_not_brought() -> None:
+    """Nobody looks at it again where it is attached, and what lies in host memory is looked at
+    before it leaves."""
+    engine, job = tiny_engine(), Fed("job", batches(1, [4]))
+    train(engine, [job])
+    state, start = engine.state("job"), engine.super_model.new_adapter(job.spec)
+    assert moving.bring_weights(engine.super_model, "job", start).result().keys() == start.keys()
+    assert moving.bring(engine.super_model, "job", state).result().step == 1
+    for adapter in (start, state.weights):
+        next(iter(adapter.values())).a[1, 2] = float("inf")
+    with pytest.raises(JobFailed, match="job 'job': its adapter holds weights on"):
+        moving.bring_weights(engine.super_model, "job", start).result()
+    with pytest.raises(JobFailed, match="job 'job': its adapter holds weights on"):
+        moving.bring(engine.super_model, "job", state).result()

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 
 import pytest
+import torch
 from support.alone import alone, as_alone, weights
 from support.tiny import (
     RARE,
@@ -17,6 +18,8 @@ from support.tiny import (
     train,
 )
 
+from tlora.core.errors import JobFailed
+from tlora.training import optimiser
 from tlora.training.engine import Engine
 
 
@@ -49,7 +52,8 @@ def test_nan_fails_its_own_job_only(engine: Engine, poison: Callable[[Engine], N
     train(engine, [before, sick, after], before=infect)
     assert sick.failure is not None and len(sick.steps) == 2
     # A NaN in the queries does not show in the loss: the CPU's attention takes it for -inf.
-    assert re.search("(loss|norm) is nan at step 3 .rows sick.jsonl:12.;", str(sick.failure))
+    what = "(the loss is nan|gradients or weights are no longer finite numbers)"
+    assert re.search(f"{what} at step 3 .rows sick.jsonl:12.; the usual cause", str(sick.failure))
     assert engine.jobs == ["before", "after"]
     assert as_alone(engine, before, made("before"))
     assert as_alone(engine, after, made("after"))
@@ -67,6 +71,32 @@ def test_an_infinite_gradient_fails_its_own_job_only(engine: Engine) -> None:
     outcomes = list(drive(engine, [well]))
     (failure,) = [failure for outcome in outcomes for failure in outcome.failures]
     assert failure.job == "sick" and "the gradient norm is inf at step 1 (rows" in failure.message
+    assert as_alone(engine, well, lambda: Fed("well", batches(1, [3] * 3)))
+
+
+def test_weights_that_a_step_made_no_numbers_of_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device tells of them by a NaN for the norm, while loss and gradient were sound: the reason
+    does not speak of gradients alone, and says what is usually wrong."""
+    engine, sick = tiny_engine(), Fed("sick", batches(1, [3] * 2))
+    monkeypatch.setattr(optimiser, "step_jobs", lambda rows, due: torch.tensor([torch.nan]))
+    train(engine, [sick])
+    assert sick.failure is not None
+    reason = "gradients or weights are no longer finite numbers at step 1 (rows "
+    assert sick.failure.message.startswith(reason)
+    assert "the usual cause is the learning rate" in sick.failure.message
+
+
+def test_an_adapter_that_holds_no_numbers_is_refused(engine: Engine) -> None:
+    """By the name of its job, which leaves nothing behind; a neighbour trains as alone."""
+    well, sick = Fed("well", batches(1, [3] * 3)), Fed("sick", [])
+    well.attach(engine)
+    broken = engine.super_model.new_adapter(sick.spec)
+    list(broken.values())[-1].b[0, 0] = float("nan")
+    with pytest.raises(JobFailed, match=r"job 'sick': its adapter holds weights on .*down_proj"):
+        sick.attach(engine, weights=broken)
+    assert engine.jobs == ["well"]
+    engine.check_integrity()
+    list(drive(engine, [well]))
     assert as_alone(engine, well, lambda: Fed("well", batches(1, [3] * 3)))
 
 

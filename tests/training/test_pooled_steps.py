@@ -5,12 +5,15 @@ import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tlora.kernels.adamw import chunks_of
+from tlora.kernels.adamw.work import COPY, SLOT
 from tlora.model.adapters import LoraPair
+from tlora.model.job_rows import JobRows
 from tlora.model.pool import GroupPool
 from tlora.model.targets import Target
 from tlora.training import optimiser
@@ -22,6 +25,8 @@ if importlib.util.find_spec("triton") is None:
 ON_GPU = torch.cuda.is_available()
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+# The interpreter cuts bfloat16 off instead of rounding it.
+HALF = torch.bfloat16 if ON_GPU else torch.float16
 runs_kernels = pytest.mark.skipif(
     not (ON_GPU or INTERPRETED), reason="run by test_in_the_interpreter, in a process of its own"
 )
@@ -48,12 +53,9 @@ def test_in_the_interpreter():
 class Pools:
     """The pools of a super-model without its model."""
 
-    def __init__(self):
+    def __init__(self, copies=torch.float32):
         self.device, self.places, self.jobs = DEVICE, 0, []
-        self.pools = [GroupPool(targets, 8, DEVICE) for targets in TARGETS]
-
-    def refresh_operands(self):
-        """There are no copies here: kernels read the float32 rows themselves."""
+        self.pools = [GroupPool(targets, 8, DEVICE, copies) for targets in TARGETS]
 
     def attach(self, job, rank, seed, without=()):
         generator = torch.Generator().manual_seed(seed)
@@ -80,6 +82,19 @@ class Pools:
     def views(self, job):
         return dict(named for pool in self.pools for named in pool.views(job))
 
+    def copied(self, job):
+        """(copy, value) of each part of the job's rows."""
+        parts = [part for pool in self.pools for part in pool.parts(job)]
+        return JobRows(parts).copied
+
+    def copies_follow(self):
+        """Everybody's, and the rows of nobody."""
+        return all(
+            torch.equal(each.operand, each.value.to(each.operand.dtype))
+            for pool in self.pools
+            for each in pool.matrices
+        )
+
     def fill_gradients(self, seed, factor=1.0):
         generator = torch.Generator().manual_seed(seed)
         for job in sorted(self.jobs):
@@ -104,8 +119,8 @@ def worst(ours, theirs, jobs):
 
 def test_only_newcomers_are_listed_anew(monkeypatch):
     """Who stays where it was keeps its part of the list; a list that is kept when a pool has moved
-    would name memory of others."""
-    pools, made = Pools(), []
+    would name memory of others. Copies move with their matrices."""
+    pools, made = Pools(HALF), []
     monkeypatch.setattr(optimiser, "chunks_of", lambda rows: made.append(rows) or chunks_of(rows))
     pools.attach("one", 5, seed=1)
     pools.attach("two", 3, seed=2)
@@ -117,11 +132,21 @@ def test_only_newcomers_are_listed_anew(monkeypatch):
     work, slots = rows.work()
     assert len(made) == 3 and list(slots) == ["two", "three"]
     assert torch.equal(work.table, fresh_table(pools))
+    before = copies_of("two", pools, work, slots)
     pools.attach("four", 40, seed=4)
     made.clear()
-    work, _ = rows.work()
+    work, slots = rows.work()
     assert len(made) == 3, "a pool that has grown is elsewhere"
     assert torch.equal(work.table, fresh_table(pools))
+    assert not set(before) & set(copies_of("two", pools, work, slots))
+    assert work.copy_dtype == HALF and PooledRows(Pools()).work()[0].copy_dtype is None
+
+
+def copies_of(job, pools, work, slots):
+    """Where the list says that a job's copies begin, which is where they do."""
+    found = work.table[work.table[:, SLOT] == slots[job], COPY].tolist()
+    assert found == [copy.data_ptr() for copy, _ in pools.copied(job)]
+    return found
 
 
 def fresh_table(pools):
@@ -131,8 +156,8 @@ def fresh_table(pools):
 @runs_kernels
 def test_one_pass_equals_each_job_by_itself_while_jobs_come_and_go(monkeypatch):
     """Through a pool that grows and a row range that is claimed again; jobs that are not due keep
-    their gradients. Another rate shows."""
-    both = [Pools(), Pools()]
+    their gradients; the copies that kernels read follow. Another rate shows."""
+    both = [Pools(HALF), Pools()]
     ours, theirs = (PooledRows(each) for each in both)
     for each in both:
         each.attach("one", 5, seed=1)
@@ -153,6 +178,7 @@ def test_one_pass_equals_each_job_by_itself_while_jobs_come_and_go(monkeypatch):
         right = taken(theirs, due, pooled=False, monkeypatch=monkeypatch)
         assert found == pytest.approx(right, rel=1e-6)
         assert worst(*both, both[0].jobs) < 1e-6
+        assert both[0].copies_follow()
         lists.append(ours.work()[0])
     assert lists[0] is lists[1] and len(set(map(id, lists))) == 3
     due = DueStep("two", AdamW(), 1.01e-2, 2, None)
@@ -167,7 +193,7 @@ def test_one_pass_equals_each_job_by_itself_while_jobs_come_and_go(monkeypatch):
 @pytest.mark.parametrize("pooled", [False, True])
 def test_a_norm_that_is_no_number_keeps_the_weights(pooled, monkeypatch):
     """Either way: the gradients are gone, weights and moments stay, the neighbour has stepped."""
-    pools = Pools()
+    pools = Pools(HALF if pooled else torch.float32)
     pools.attach("one", 5, seed=1)
     pools.attach("two", 3, seed=2)
     pools.fill_gradients(1)
@@ -185,3 +211,36 @@ def test_a_norm_that_is_no_number_keeps_the_weights(pooled, monkeypatch):
         assert not exp_avg.any() and not exp_avg_sq.any()
     for name, rows in pools.views("two").items():
         assert not torch.equal(rows.value, before["two"][name][0]) and not rows.grad.any()
+    assert pools.copies_follow()
+
+
+@runs_kernels
+def test_a_step_renews_the_copies_of_who_steps_and_no_others(monkeypatch):
+    """A copy that is out of date shows it: the neighbour's stays so, the job's own is right."""
+    pools = Pools(HALF)
+    pools.attach("one", 5, seed=1)
+    pools.attach("two", 3, seed=2)
+    pools.fill_gradients(1)
+    for copy, _ in (*pools.copied("one"), *pools.copied("two")):
+        copy.fill_(0.25)
+    taken(PooledRows(pools), [DUE["one"]], pooled=True, monkeypatch=monkeypatch)
+    assert all(torch.equal(copy, value.to(HALF)) for copy, value in pools.copied("one"))
+    assert all((copy == 0.25).all() for copy, _ in pools.copied("two"))
+
+
+@runs_kernels
+def test_weights_that_grow_beyond_numbers_reach_no_copy(monkeypatch):
+    """By a rate that nothing holds: the job hears NaN, its copies are zeros, and the neighbour
+    steps as it would without it."""
+    pools, healthy = Pools(HALF), Pools(HALF)
+    for each in (pools, healthy):
+        each.attach("one", 5, seed=1)
+        each.attach("two", 3, seed=2)
+        each.fill_gradients(1)
+    due = [replace(DUE["one"], learning_rate=1e300), DUE["two"]]
+    norms = taken(PooledRows(pools), due, pooled=True, monkeypatch=monkeypatch)
+    right = taken(PooledRows(healthy), [DUE["two"]], pooled=True, monkeypatch=monkeypatch)
+    assert norms[0] != norms[0] and norms[1] == right[0]
+    assert not any(copy.any() for copy, _ in pools.copied("one"))
+    for (copy, value), (other, _) in zip(pools.copied("two"), healthy.copied("two"), strict=True):
+        assert torch.equal(copy, value.to(HALF)) and torch.equal(copy, other)

@@ -9,7 +9,8 @@ from typing import TypeVar
 
 import torch
 
-from tlora.model.adapters import AdapterWeights
+from tlora.core.errors import JobFailed
+from tlora.model.adapters import AdapterWeights, first_beyond
 from tlora.model.cuda_link import courier_for
 from tlora.model.job_rows import Held, JobRows, held_of
 from tlora.model.pool import GroupPool
@@ -40,7 +41,9 @@ class AdapterRows:
     def claim(self, job: str, weights: AdapterWeights, *, let_go: Callable[[], None]) -> None:
         """Rows for these matrices, filled with them; raises with nothing claimed. Before pools grow
         `let_go` is called: one matrix grows after the other, and what it was is free again unless
-        somebody holds on to a part of it."""
+        somebody holds on to a part of it. Matrices on a device were looked at by who brought them
+        there (`check_numbers`): nobody waits for a device here."""
+        self.check_numbers(job, weights)
         self._found.pop(job, None)
         if not all(pool.has_room(weights) for pool in self.pools):
             self._found.clear()
@@ -84,13 +87,24 @@ class AdapterRows:
             lambda copies: make(held_of(copies, kinds, cuts)),
         )
 
-    def refresh_operands(self) -> None:
-        """Weights have changed: so do the copies that kernels read."""
-        copied = [rows for pool in self.pools for rows in pool.matrices if rows.has_copy]
-        if copied:
-            torch._foreach_copy_(
-                [rows.operand.detach() for rows in copied], [rows.value for rows in copied]
-            )
+    def check_numbers(self, job: str, weights: AdapterWeights) -> None:
+        """Of matrices in host memory. Raises JobFailed if one of them holds what is no finite
+        number in the format that kernels are given it in."""
+        formats: dict[torch.dtype, AdapterWeights] = {}
+        for pool in self.pools:
+            own = formats.setdefault(pool.a.operand.dtype, {})
+            for path in (target.path for target in pool.targets):
+                if path in weights and weights[path].a.device.type == "cpu":
+                    own[path] = weights[path]
+        for dtype, own in formats.items():
+            path = first_beyond(own, dtype)
+            if path is not None:
+                raise JobFailed(
+                    f"its adapter holds weights on {path} that are no finite numbers in "
+                    f"{str(dtype).removeprefix('torch.')}; start it from another adapter or an "
+                    "earlier checkpoint",
+                    job=job,
+                )
 
     def _fill(self, places: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """(rows, matrix); matrices in host memory first go to the device together."""

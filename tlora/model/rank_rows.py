@@ -87,6 +87,12 @@ class RankRows:
     def has_copy(self) -> bool:
         return self.operand is not self.value
 
+    @property
+    def copy(self) -> torch.Tensor | None:
+        """What lies in it is always a finite number: kernels may multiply the rows of a neighbour
+        by zero. Whoever writes a value writes its copy."""
+        return self.operand if self.has_copy else None
+
     def claim(self, rows: int) -> int:
         first = self.allocator.claim(rows)
         if first is None:

@@ -168,7 +168,7 @@ class SuperModel:
         self, job: str, weights: AdapterWeights, *, scale: float, dropout: float = 0.0
     ) -> None:
         """Claim rank rows and fill them. Raises, with nothing claimed, if the job is attached or
-        its matrices do not fit the base model."""
+        its matrices do not fit the base model or hold what is no finite number."""
         if job in self.scalings:
             raise ValueError(f"job '{job}' is attached already")
         check_fit(job, weights, self.targets)
@@ -254,11 +254,6 @@ class SuperModel:
         targets = batch.targets.new_zeros(len(hidden))
         targets[batch.predicting] = batch.targets
         return head.losses_in_tiles(hidden, targets, self.head_tile_rows)[batch.predicting]
-
-    @torch.no_grad()
-    def refresh_operands(self) -> None:
-        """Weights have changed: so do the copies that kernels read."""
-        self.adapter_rows.refresh_operands()
 
     def launched(self) -> None:
         """Forward and backward of a nano-batch are under way: the host waits for nothing more."""

@@ -186,11 +186,14 @@ class Batch:
             self._fail(f"the loss is {self.loss}", self.not_finite)
 
     def finish_step(self, grad_norm: float) -> StepDone:
-        """The step was taken; or it was not, because its norm is no number, and the job fails."""
+        """The step was taken; or its norm is no finite number, and the job fails: its gradients are
+        none, or (then it is NaN) the weights that it made of them."""
         self.check_loss()
         if not math.isfinite(grad_norm):
             origins = [each.unit.origin for each in self.fed]
-            self._fail(f"the gradient norm is {grad_norm}", origins)
+            beyond = "gradients or weights are no longer finite numbers"
+            norm = f"the gradient norm is {grad_norm}"
+            self._fail(beyond if math.isnan(grad_norm) else norm, origins)
         assert self.request is not None
         return StepDone(
             job=self.job,
@@ -206,7 +209,7 @@ class Batch:
         )
 
     def _fail(self, what: str, origins: list[str]) -> NoReturn:
-        advice = "a lower learning rate or max_grad_norm may help"
+        advice = "the usual cause is the learning rate: a lower one, or max_grad_norm, may help"
         step = self.steps_before + 1
         raise JobFailed(f"{what} at step {step}{_rows(origins)}; {advice}", job=self.job)
 

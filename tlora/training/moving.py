@@ -22,21 +22,23 @@ def snapshot(model: SuperModel, job: str, *, step: int) -> Snapshot[JobState]:
     return model.snapshot(job, state_of, moments=True)
 
 
-def bring_weights(model: SuperModel, weights: AdapterWeights) -> Snapshot[AdapterWeights]:
+def bring_weights(model: SuperModel, job: str, weights: AdapterWeights) -> Snapshot[AdapterWeights]:
     """The start of a job's adapter where the model is: attaching it takes no copy from the host
-    then."""
+    then. Raises JobFailed, when asked for its result, for weights that are no finite numbers."""
 
     def adapter(there: list[torch.Tensor]) -> AdapterWeights:
+        model.adapter_rows.check_numbers(job, weights)
         return _paired(weights, iter(there))
 
     return model.bring(_matrices(weights), adapter)
 
 
-def bring(model: SuperModel, state: JobState) -> Snapshot[JobState]:
+def bring(model: SuperModel, job: str, state: JobState) -> Snapshot[JobState]:
     """The same with the optimiser's moments, for a job that goes on."""
     weights, exp_avg, exp_avg_sq = state.weights, state.exp_avg, state.exp_avg_sq
 
     def there(tensors: list[torch.Tensor]) -> JobState:
+        model.adapter_rows.check_numbers(job, weights)
         found = iter(tensors)
         return JobState(
             state.step,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tlora.core.job import TrainSpec
-from tlora.kernels.adamw import Order, Rows, Work, chunks_of
+from tlora.kernels.adamw import Order, Rows, Work, chunks_of, one_dtype
 from tlora.kernels.multi_lora.routes import triton_serves
 from tlora.model.pool import GroupPool, Slot
 from tlora.model.rank_rows import RowViews
@@ -64,8 +64,6 @@ class Adapters(Protocol):
 
     def views(self, job: str) -> Mapping[str, RowViews]: ...
 
-    def refresh_operands(self) -> None: ...
-
 
 class _Chunks(NamedTuple):
     """A job's part of the list, and which rows it had then."""
@@ -100,7 +98,8 @@ class PooledRows:
         """The list, and the slot of each job in it."""
         if self._work is None or self._places != self.adapters.places:
             jobs, pools = self.adapters.jobs, self.adapters.pools
-            growths = [each.growths for pool in pools for each in pool.matrices]
+            matrices = [each for pool in pools for each in pool.matrices]
+            growths = [each.growths for each in matrices]
             if growths != self._growths:
                 # A pool that has grown lies elsewhere.
                 self._chunks, self._growths = {}, growths
@@ -109,7 +108,8 @@ class PooledRows:
                 job: self._chunks_of(job, [slots.get(job) for slots in places]) for job in jobs
             }
             tables = [chunks.table for chunks in self._chunks.values()]
-            self._work = Work.of_tables(tables, self.adapters.device)
+            copies = one_dtype(each.operand for each in matrices if each.has_copy)
+            self._work = Work.of_tables(tables, self.adapters.device, copy_dtype=copies)
             self._slots = {job: slot for slot, job in enumerate(jobs)}
             self._places = self.adapters.places
         return self._work, self._slots
@@ -119,7 +119,7 @@ class PooledRows:
         if known is not None and known.slots == slots:
             return known
         rows = [
-            Rows(part.matrix.tensors, part.first, part.rows)
+            Rows(part.matrix.tensors, part.first, part.rows, part.matrix.copy)
             for pool in self.adapters.pools
             for part in pool.parts(job)
         ]
@@ -129,7 +129,9 @@ class PooledRows:
 def step_jobs(rows: PooledRows, due: Sequence[DueStep]) -> torch.Tensor:
     """Step these jobs and clear their gradients: their norms before clipping, float32 on the
     device. A job whose norm is not finite keeps its weights and moments. On CUDA this only
-    launches; whoever reads the norms waits."""
+    launches; whoever reads the norms waits; and NaN also stands for new weights that are no finite
+    numbers. On a CPU such weights show in the next loss or evaluation: to look for them would make
+    a step a sixth longer."""
     if triton_serves(rows.adapters.device):
         return _step_pooled(rows, due)
     norms = [_step_alone(rows.of(each.job), each) for each in due]
@@ -154,9 +156,7 @@ def _step_pooled(rows: PooledRows, due: Sequence[DueStep]) -> torch.Tensor:
         )
         for each in due
     ]
-    norms = triton_steps.step(work, orders)
-    rows.adapters.refresh_operands()
-    return norms
+    return triton_steps.step(work, orders)
 
 
 def _step_alone(rows: list[RowViews], due: DueStep) -> float:

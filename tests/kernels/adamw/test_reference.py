@@ -37,3 +37,23 @@ def test_three_steps_equal_torchs(betas: tuple[float, float], max_norm: float | 
             torch.testing.assert_close(tensor, wanted, rtol=1e-11, atol=1e-14)
         assert not grad.any()
         assert (value - twin[0]).abs().max() > 1e-6
+
+
+def test_copies_follow_the_values_and_hold_finite_numbers_only() -> None:
+    """A weight that a copy does not hold is 0 there and makes the norm NaN; without it the norm is
+    that of the gradients. A gradient that is no number leaves copies as they are."""
+    order = Job((2,), seed=1).order(0, 1)
+    for weight, held in ((6e4, 6e4), (7e4, 0.0), (torch.inf, 0.0), (torch.nan, 0.0)):
+        matrix = [torch.full((2, 3), number) for number in (1.0, 0.5, 0.0, 0.0)]
+        matrix[0][1, 2] = weight
+        copy = torch.zeros(2, 3, dtype=torch.float16)
+        norm = reference.step([matrix], order, [copy])
+        assert copy[1, 2] == pytest.approx(held, rel=1e-3) and bool(norm.isnan()) == (held == 0)
+        assert torch.equal(copy[0], matrix[0][0].half()) and copy[0].all()
+        kept = copy.clone()
+        matrix[1].fill_(torch.inf)
+        reference.step([matrix], order, [copy])
+        assert torch.equal(copy, kept)
+    matrix[0][1, 2] = 7e4
+    matrix[1].fill_(0.5)
+    assert reference.step([matrix], order).isfinite()

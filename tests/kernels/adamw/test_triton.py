@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.adamw import Job, Problem, Torch, worst_error
-from support.interpreter import DEVICE, KERNELS_RUN, runs_kernels
+from support.interpreter import DEVICE, KERNELS_RUN, ON_GPU, runs_kernels
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -28,8 +28,14 @@ JOBS = [
 ]
 
 
-def new_problem(jobs=JOBS, widths=WIDTHS, chunk=CHUNK):
-    return Problem(widths, jobs, DEVICE, chunk=chunk)
+# The interpreter cuts bfloat16 off instead of rounding it.
+HALF = torch.bfloat16 if ON_GPU else torch.float16
+BEYOND, LARGE = (3.4e38, 3e38) if ON_GPU else (7e4, 6e4)
+"""A weight that a copy does not hold, and one that it does."""
+
+
+def new_problem(jobs=JOBS, widths=WIDTHS, chunk=CHUNK, copies=None):
+    return Problem(widths, jobs, DEVICE, chunk=chunk, copies=copies)
 
 
 def take_steps(problem, numbers):
@@ -43,9 +49,9 @@ def take_steps(problem, numbers):
 @runs_kernels
 def test_steps_equal_torchs_and_touch_nobody_else():
     """Jobs of different settings, ranks and step counts: weights, moments and norms are torch's,
-    gradients are zero, and rows of jobs that are not due keep their bits. A setting that is 1 % off
-    is refused."""
-    problem, theirs = new_problem(), [Torch(job, WIDTHS) for job in JOBS]
+    gradients are zero, copies follow, and rows of jobs that are not due keep their bits. A setting
+    that is 1 % off is refused."""
+    problem, theirs = new_problem(copies=[HALF] * 3), [Torch(job, WIDTHS) for job in JOBS]
     twins = {
         "rate": Torch(replace(JOBS[2], rate=1.01e-2), WIDTHS),
         "beta1": Torch(replace(JOBS[2], betas=(0.404, 0.95)), WIDTHS),
@@ -62,6 +68,7 @@ def test_steps_equal_torchs_and_touch_nobody_else():
             theirs[slot].finish()
             assert worst_error(problem, slot, theirs[slot]) < LIMIT, (slot, numbers)
             assert not any(grad.any() for _, grad, _, _ in problem.views(slot))
+            assert problem.copies_follow(slot)
         changed = problem.changed_rows(before)
         for rows, owned in zip(changed, problem.owned_rows(list(numbers)), strict=True):
             assert not rows[~owned].any()
@@ -92,9 +99,10 @@ def test_a_clip_that_is_off_is_refused():
 @runs_kernels
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e30])
 def test_a_gradient_that_is_no_number_changes_its_own_job_only(number):
-    """Not that job's weights and moments either; its gradients are cleared all the same. The others
-    have the bits of a run without it. A square may overflow where the gradient does not."""
-    problem, healthy = new_problem(), new_problem()
+    """Not that job's weights, copies and moments either; its gradients are cleared all the same.
+    The others have the bits of a run without it. A square may overflow where a gradient does
+    not."""
+    problem, healthy = new_problem(copies=[HALF] * 3), new_problem(copies=[HALF] * 3)
     for slot in range(3):
         problem.fill_gradients(slot, 1)
         healthy.fill_gradients(slot, 1)
@@ -107,12 +115,56 @@ def test_a_gradient_that_is_no_number_changes_its_own_job_only(number):
     assert norms[2] != norms[2] if number != number else norms[2] == float("inf")
     changed = problem.changed_rows(before)
     for i, (rows, owned) in enumerate(zip(changed, problem.owned_rows([2]), strict=True)):
-        is_gradient = i % 4 == 1
+        is_gradient = i < 4 * len(WIDTHS) and i % 4 == 1
         assert rows[owned].any() == is_gradient
     assert not any(grad.any() for _, grad, _, _ in problem.views(2))
     for slot in (0, 1):
         for ours, theirs in zip(problem.views(slot), healthy.views(slot), strict=True):
             assert all(torch.equal(u, v) for u, v in zip(ours, theirs, strict=True))
+        assert problem.copies_follow(slot)
+
+
+@runs_kernels
+@pytest.mark.parametrize("matrix", [0, 1], ids=["aligned", "odd"])
+@pytest.mark.parametrize("weight", [BEYOND, -BEYOND, float("inf"), float("nan")])
+def test_a_weight_that_a_copy_does_not_hold_is_zero_there_and_fails_its_job(weight, matrix):
+    """By a NaN for its norm; the rest of its copies follow, and the others have the bits of a run
+    without it. A weight that is only large is copied like any other."""
+    problem, healthy = new_problem(copies=[HALF] * 3), new_problem(copies=[HALF] * 3)
+    place = (3, 5)
+    for each, value in ((problem, weight), (healthy, LARGE)):
+        each.copied(2)[matrix][0][place] = value
+    norms = take_steps(problem, {0: 1, 2: 1}).tolist()
+    right = take_steps(healthy, {0: 1, 2: 1}).tolist()
+    assert norms[0] == right[0] and norms[1] != norms[1] and right[1] < float("inf")
+    assert healthy.copies_follow(2) and healthy.copied(2)[matrix][1][place] > 0.9 * LARGE
+    for (value, copy), (other, its_copy) in zip(problem.copied(2), healthy.copied(2), strict=True):
+        assert copy.isfinite().all()
+        differ = (copy != its_copy).nonzero().tolist()
+        assert differ == ([list(place)] if (other != value).any() else [])
+    value, copy = problem.copied(2)[matrix]
+    assert copy[place] == 0 and not abs(value[place]) < abs(LARGE)
+    for slot in (0, 1):
+        for ours, theirs in zip(problem.views(slot), healthy.views(slot), strict=True):
+            assert all(torch.equal(u, v) for u, v in zip(ours, theirs, strict=True))
+        assert problem.copies_follow(slot)
+
+
+@runs_kernels
+def test_matrices_without_a_copy_step_beside_those_that_have_one():
+    """The same weights either way. Where nobody has a copy, a weight that is no number is told all
+    the same, and one that half precision does not hold is none."""
+    mixed, plain = new_problem(copies=[None, HALF, None]), new_problem()
+    for each in (mixed, plain):
+        assert all(norm == norm for norm in take_steps(each, {0: 1, 2: 1}).tolist())
+        assert each.copies_follow(0) and each.copies_follow(2)
+    for slot in (0, 2):
+        for ours, theirs in zip(mixed.views(slot), plain.views(slot), strict=True):
+            assert all(torch.equal(u, v) for u, v in zip(ours, theirs, strict=True))
+    plain.views(0)[1][0][0, 0] = BEYOND
+    plain.views(2)[2][0][7, 19] = float("inf")
+    norms = take_steps(plain, {0: 2, 1: 1, 2: 2}).tolist()
+    assert [norm == norm for norm in norms] == [True, True, False]
 
 
 @runs_kernels

@@ -6,6 +6,7 @@ from support.adamw import Job, Problem
 
 from tlora.kernels.adamw.work import (
     ALIGNED,
+    COPY,
     COUNT,
     EXP_AVG,
     EXP_AVG_SQ,
@@ -16,22 +17,25 @@ from tlora.kernels.adamw.work import (
     Span,
     Work,
     chunks_of,
+    one_dtype,
 )
 
 WIDTHS = (48, 7, 20)
 JOBS = [Job((5, 5, 5), seed=1), Job((1, 0, 1), seed=2), Job((16, 9, 8), seed=3)]
 
 
-def covered(problem: Problem, column: int, slot: int) -> list[int]:
+def covered(problem: Problem, column: int, slot: int, num_bytes: int = 4) -> list[int]:
     """Addresses of the slot's parameters in this column's tensor, sorted."""
-    rows = [row for row in problem.work.table.tolist() if row[SLOT] == slot]
-    return sorted(row[column] + 4 * i for row in rows for i in range(row[COUNT]))
+    rows = [row for row in problem.work.table.tolist() if row[SLOT] == slot and row[column]]
+    return sorted(row[column] + num_bytes * i for row in rows for i in range(row[COUNT]))
 
 
 @pytest.mark.parametrize("chunk", [4, 64, 8192])
 def test_every_parameter_of_a_job_is_in_its_span_once(chunk: int) -> None:
-    """In all four tensors; a list without one of its chunks covers less."""
-    problem = Problem(WIDTHS, JOBS, "cpu", chunk=chunk)
+    """In all four tensors, and in the copies of those that have one; a list without one of its
+    chunks covers less."""
+    copies = [torch.bfloat16, torch.bfloat16, None]
+    problem = Problem(WIDTHS, JOBS, "cpu", chunk=chunk, copies=copies)
     for slot, span in enumerate(problem.work.spans):
         inside = problem.work.table[span.first : span.first + span.size]
         assert (inside[:, SLOT] == slot).all()
@@ -43,6 +47,12 @@ def test_every_parameter_of_a_job_is_in_its_span_once(chunk: int) -> None:
                 for i in range(views[index].numel())
             )
             assert covered(problem, column, slot) == wanted
+        wanted = sorted(
+            copy.data_ptr() + 2 * i for _, copy in problem.copied(slot) for i in range(copy.numel())
+        )
+        assert covered(problem, COPY, slot, num_bytes=2) == wanted
+    table = problem.work.table
+    assert (table[table[:, ALIGNED] == 1, COPY] % 8 == 0).all() and not (table[:, COPY] == 0).all()
     assert (problem.work.table[:, COUNT] > 0).all()
     assert (problem.work.table[:, COUNT] <= chunk).all()
 
@@ -76,6 +86,14 @@ def test_nobody_has_no_list() -> None:
     matrix = tuple(torch.zeros(2, 8) for _ in range(4))
     work = Work.of([[], [Rows(matrix, 0, 0)]], "cpu")
     assert len(work.table) == 0 and work.spans == (Span(0, 0), Span(0, 0))
+
+
+def test_copies_are_of_one_number_format() -> None:
+    """A kernel writes one; a matrix without a copy has no say in it."""
+    copies = [torch.zeros(1, dtype=torch.float16), None, torch.zeros(2, dtype=torch.float16)]
+    assert one_dtype(copies) == torch.float16 and one_dtype([None]) is None
+    with pytest.raises(ValueError, match=r"torch\.bfloat16 and torch\.float16"):
+        one_dtype([*copies, torch.zeros(1, dtype=torch.bfloat16)])
 
 
 def test_a_chunk_that_breaks_alignment_is_refused() -> None:

@@ -2,6 +2,6 @@
 maths."""
 
 from tlora.kernels.adamw.orders import Order
-from tlora.kernels.adamw.work import Rows, Work, chunks_of
+from tlora.kernels.adamw.work import Rows, Work, chunks_of, one_dtype
 
-__all__ = ["Order", "Rows", "Work", "chunks_of"]
+__all__ = ["Order", "Rows", "Work", "chunks_of", "one_dtype"]

@@ -3,7 +3,11 @@
 A program takes one chunk of one job (work.py) and reads how that job steps (orders.py). Norms,
 clipping and the check for numbers stay on the device: a job whose norm is none keeps its weights
 and moments, and the host learns of it when it reads the norms. Gradients are cleared where they are
-read last. Sums have a fixed order and no atomics.
+read last, and copies in half precision are written where weights are. Sums have a fixed order and
+no atomics.
+
+What lies in a copy is always a finite number, so that others may multiply it by zero and get zero:
+a weight that is none, or none in the copy's format, is 0 there, and its job's norm becomes NaN.
 """
 
 from collections.abc import Sequence
@@ -26,6 +30,8 @@ EXP_AVG_SQ = tl.constexpr(work_columns.EXP_AVG_SQ)
 COUNT = tl.constexpr(work_columns.COUNT)
 SLOT = tl.constexpr(work_columns.SLOT)
 ALIGNED = tl.constexpr(work_columns.ALIGNED)
+COPY = tl.constexpr(work_columns.COPY)
+COPY_BYTES = tl.constexpr(work_columns.COPY_BYTES)
 VECTOR = tl.constexpr(work_columns.VECTOR)
 
 ORDER = tl.constexpr(order_columns.COLUMNS)
@@ -52,13 +58,15 @@ class Tuning:
 SQUARES = Tuning(block=2048, warps=4)
 STEP = Tuning(block=1024, warps=4)
 SUM_BLOCK = 1024
+FORMATS = {None: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+"""In which weights must be finite: that of the copies, or float32 where there are none."""
 
 
 @triton.jit
-def _pointer(p_row, COLUMN: tl.constexpr, ALIGN: tl.constexpr):
+def _pointer(p_row, COLUMN: tl.constexpr, ALIGN: tl.constexpr, TYPE: tl.constexpr = tl.float32):
     """The address in this column. ALIGN: in bytes, what the compiler may rely on."""
     address = tl.load(p_row + COLUMN)
-    return tl.multiple_of(address.to(tl.pointer_type(tl.float32)), ALIGN)
+    return tl.multiple_of(address.to(tl.pointer_type(TYPE)), ALIGN)
 
 
 @triton.jit
@@ -112,7 +120,15 @@ def norms_kernel(p_norms, p_coefficients, p_partial, p_spans, p_orders, BLOCK: t
 
 
 @triton.jit
-def _step(p_row, p_order, coefficient, BLOCK: tl.constexpr, VALUES: tl.constexpr):
+def _step(
+    p_row,
+    p_order,
+    p_norm,
+    coefficient,
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VALUES: tl.constexpr,
+):
     count = _count(p_row, VALUES)
     p_x = _pointer(p_row, VALUE, 4 * VALUES)
     p_g = _pointer(p_row, GRAD, 4 * VALUES)
@@ -122,6 +138,10 @@ def _step(p_row, p_order, coefficient, BLOCK: tl.constexpr, VALUES: tl.constexpr
     beta1, weight1 = tl.load(p_order + BETA1), tl.load(p_order + WEIGHT1)
     beta2, weight2 = tl.load(p_order + BETA2), tl.load(p_order + WEIGHT2)
     step_size, correction = tl.load(p_order + STEP_SIZE), tl.load(p_order + CORRECTION)
+    if FORMAT.primitive_bitwidth < 32:
+        p_c = _pointer(p_row, COPY, COPY_BYTES * VALUES, FORMAT)
+        has_copy = tl.load(p_row + COPY) != 0
+    b_lost = tl.zeros([BLOCK], dtype=tl.float32)
     for i in range(0, count, BLOCK):
         o = i + tl.arange(0, BLOCK)
         m = o < count
@@ -135,10 +155,18 @@ def _step(p_row, p_order, coefficient, BLOCK: tl.constexpr, VALUES: tl.constexpr
         b_v = beta2 * b_v + weight2 * b_g * b_g
         b_root = tl.div_rn(tl.sqrt_rn(b_v), correction) + epsilon
         b_x = b_x * decay - tl.div_rn(step_size * b_m, b_root)
+        b_c = b_x.to(FORMAT)
+        m_finite = tl.abs(b_c.to(tl.float32)) < float("inf")
+        b_lost = tl.where(m & ~m_finite, 1.0, b_lost)
+        if FORMAT.primitive_bitwidth < 32:
+            tl.store(p_c + o, tl.where(m_finite, b_c, 0.0), mask=m & has_copy)
         tl.store(p_x + o, b_x, mask=m)
         tl.store(p_m + o, b_m, mask=m)
         tl.store(p_v + o, b_v, mask=m)
         tl.store(p_g + o, tl.zeros([BLOCK], dtype=tl.float32), mask=m)
+    # Other chunks of the job may write the same.
+    if tl.max(b_lost) > 0:
+        tl.store(p_norm, float("nan"))
 
 
 @triton.jit
@@ -150,28 +178,40 @@ def _clear(p_row, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["first"])
-def step_kernel(p_table, p_orders, p_coefficients, first, BLOCK: tl.constexpr):
-    """AdamW on the chunks of due jobs, whose gradients are zero afterwards."""
+def step_kernel(
+    p_norms,
+    p_table,
+    p_orders,
+    p_coefficients,
+    first,
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """AdamW on the chunks of due jobs, whose gradients are zero afterwards and whose copies are of
+    the new weights. norms[place] becomes NaN if one of these is not finite in FORMAT."""
     p_row = p_table + (first + tl.program_id(0)).to(tl.int64) * COLUMNS
     slot = tl.load(p_row + SLOT)
     p_order = p_orders + slot * ORDER
-    if tl.load(p_order + PLACE) < 0:
+    place = tl.load(p_order + PLACE)
+    if place < 0:
         return
+    p_norm = p_norms + place.to(tl.int32)
     coefficient = tl.load(p_coefficients + slot)
     if coefficient < 0:
         _clear(p_row, BLOCK)
     elif tl.load(p_row + ALIGNED) != 0:
-        _step(p_row, p_order, coefficient, BLOCK, VECTOR)
+        _step(p_row, p_order, p_norm, coefficient, FORMAT, BLOCK, VECTOR)
     else:
-        _step(p_row, p_order, coefficient, BLOCK, 1)
+        # Value by value takes more registers, of which all programs get as many.
+        _step(p_row, p_order, p_norm, coefficient, FORMAT, BLOCK // 2, 1)
 
 
 def step(
     work: Work, orders: Sequence[Order], *, squares: Tuning = SQUARES, tuning: Tuning = STEP
 ) -> torch.Tensor:
     """Launch these steps: float32 [orders], the norms before clipping, on the device. Nothing waits
-    for it here. A job whose norm is no number keeps its weights and moments; gradients of all these
-    jobs are zero after."""
+    for it here. A job whose norm is no number keeps its weights and moments; one whose new weights
+    are no numbers has NaN for its norm. Gradients of all these jobs are zero after."""
     device = work.table.device
     norms = torch.empty(len(orders), device=device)
     if not orders:
@@ -188,6 +228,13 @@ def step(
     )
     norms_kernel[(work.num_slots,)](norms, coefficients, partial, work.span_table, table, SUM_BLOCK)
     step_kernel[(span.size,)](
-        work.table, table, coefficients, span.first, tuning.block, num_warps=tuning.warps
+        norms,
+        work.table,
+        table,
+        coefficients,
+        span.first,
+        FORMATS[work.copy_dtype],
+        tuning.block,
+        num_warps=tuning.warps,
     )
     return norms

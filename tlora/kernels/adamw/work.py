@@ -1,14 +1,14 @@
 """The work list of the pooled optimiser: which program owns which parameters.
 
 Rows that lie side by side are one stretch of memory, whatever their width, so a program needs the
-four addresses of its chunk, a count and whose it is. The list covers all attached jobs and stays as
+addresses of its chunk, a count and whose it is. The list covers all attached jobs and stays as
 it is until rows are claimed or freed; who steps now is said elsewhere (orders.py).
 
 A job's chunks follow each other and are counted from the start of its own stretches: how its norm
 is summed does not depend on its neighbours.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,14 +23,18 @@ COLUMNS = 8
     EXP_AVG_SQ,
     COUNT,  # parameters
     SLOT,  # whose they are
-    ALIGNED,  # 1: may be read and written in pieces of 16 bytes
-) = range(7)
+    ALIGNED,  # 1: may be read and written four values at a time
+    COPY,  # address of the copy in half precision; 0: there is none
+) = range(COLUMNS)
 
 CHUNK = 8192
 """Parameters of a program: 32 bytes each to move, for a row of the list of 64."""
 
 VECTOR = 4
-"""Values in 16 bytes."""
+"""Values in 16 bytes of float32, and in 8 of a copy."""
+
+COPY_BYTES = 2
+"""Of a value in a copy."""
 
 
 class Rows(NamedTuple):
@@ -41,6 +45,8 @@ class Rows(NamedTuple):
 
     first: int
     rows: int
+    copy: torch.Tensor | None = None
+    """Of the matrix, in half precision: what products are made with."""
 
 
 class Span(NamedTuple):
@@ -63,19 +69,30 @@ class Work:
     span_table: torch.Tensor
     """The same on the device: int32 [slots, 2]."""
 
+    copy_dtype: torch.dtype | None = None
+    """Of the copies, which is one for all; None where there are none."""
+
     @classmethod
     def of(
         cls, jobs: Sequence[Sequence[Rows]], device: torch.device | str, *, chunk: int = CHUNK
     ) -> "Work":
         """`jobs` has the rows of each slot."""
-        return cls.of_tables([chunks_of(job, chunk=chunk) for job in jobs], device)
+        copies = one_dtype(rows.copy for job in jobs for rows in job)
+        tables = [chunks_of(job, chunk=chunk) for job in jobs]
+        return cls.of_tables(tables, device, copy_dtype=copies)
 
     @classmethod
-    def of_tables(cls, tables: Sequence[np.ndarray], device: torch.device | str) -> "Work":
+    def of_tables(
+        cls,
+        tables: Sequence[np.ndarray],
+        device: torch.device | str,
+        *,
+        copy_dtype: torch.dtype | None,
+    ) -> "Work":
         """`tables` has the chunks of each slot, which stay the same while its rows do."""
         table, spans = join(tables)
         span_table = torch.tensor(spans, dtype=torch.int32).reshape(-1, 2)
-        return cls(_on(device, table), spans, _on(device, span_table))
+        return cls(_on(device, table), spans, _on(device, span_table), copy_dtype)
 
     @property
     def num_slots(self) -> int:
@@ -86,6 +103,15 @@ class Work:
         spans = [self.spans[slot] for slot in slots]
         first = min(span.first for span in spans)
         return Span(first, max(span.first + span.size for span in spans) - first)
+
+
+def one_dtype(copies: Iterable[torch.Tensor | None]) -> torch.dtype | None:
+    """The number format that these copies share; None if there are none."""
+    found = {copy.dtype for copy in copies if copy is not None}
+    if len(found) > 1:
+        names = " and ".join(sorted(map(str, found)))
+        raise ValueError(f"adapters are multiplied in {names}: the optimiser writes one of them")
+    return found.pop() if found else None
 
 
 def join(tables: Sequence[np.ndarray]) -> tuple[torch.Tensor, tuple[Span, ...]]:
@@ -110,6 +136,7 @@ def chunks_of(job: Sequence[Rows], *, chunk: int = CHUNK) -> np.ndarray:
     before = np.arange(len(table)) - np.repeat(np.cumsum(counts) - counts, counts)
     before *= chunk
     table[:, [VALUE, GRAD, EXP_AVG, EXP_AVG_SQ]] += 4 * before[:, None]
+    table[:, COPY] += np.where(table[:, COPY] != 0, COPY_BYTES * before, 0)
     table[:, COUNT] = np.minimum(table[:, COUNT] - before, chunk)
     return table
 
@@ -126,7 +153,13 @@ def _stretch(rows: Rows) -> list[int]:
     # the way a chunk is read decides the order of its sum.
     aligned = width % VECTOR == 0
     assert not aligned or all(address % (4 * VECTOR) == 0 for address in addresses)
-    return [*addresses, rows.rows * width, 0, int(aligned), 0]
+    copy = 0
+    if rows.copy is not None:
+        assert rows.copy.shape == shape and rows.copy.is_contiguous()
+        assert rows.copy.element_size() == COPY_BYTES, "a copy is in half precision"
+        copy = rows.copy.data_ptr() + COPY_BYTES * rows.first * width
+        assert not aligned or copy % (COPY_BYTES * VECTOR) == 0
+    return [*addresses, rows.rows * width, 0, int(aligned), copy]
 
 
 def _on(device: torch.device | str, tensor: torch.Tensor) -> torch.Tensor:

@@ -157,7 +157,7 @@ def pauses(
             next(driver for driver in drivers if driver.name == step.job).on_step(step)
         weights = adapters[last.name]
         if number % 2:
-            weights = bring_weights(model, weights).result()
+            weights = bring_weights(model, one_more.name, weights).result()
         started = free_for_training(model.device)
         one_more.attach(engine, weights)
         attached = free_for_training(model.device)

@@ -128,7 +128,7 @@ class Rig:
     def pauses(self, spec: JobSpec, plan: Plan, *, repeats: int) -> tuple[list[float], list[float]]:
         """Seconds for which nobody trains when one more job comes, whose adapter was brought to the
         device before, and when it goes with a snapshot of its state."""
-        weights = bring_weights(self.model, self.model.new_adapter(spec)).result()
+        weights = bring_weights(self.model, "one-more", self.model.new_adapter(spec)).result()
         attach: list[float] = []
         detach: list[float] = []
         for _ in range(repeats):
