@@ -1,8 +1,11 @@
 """The command as the shell sees it: speed, exit codes, one message per error."""
 
 import resource
+import signal
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +43,21 @@ finally:
     heavy = [name for name in ("torch", "transformers") if name in sys.modules]
     assert not heavy, heavy
 """
+
+
+RUNNER = Path(__file__).parents[1] / "support" / "interrupted_runner.py"
+IMPORTED = [
+    "tlora.cli.app",
+    "typer",
+    "rich.console",
+    "tlora.core.job",
+    "tlora.cli.tune",
+    "tlora.config",
+    "pydantic",
+    "transformers",
+    "torch",
+]
+"""By `tlora check`, in about this order."""
 
 
 def run(*args: str) -> int:
@@ -136,3 +154,44 @@ def test_an_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     """As shells expect."""
     monkeypatch.setattr("tlora.config.load_spec", raising(KeyboardInterrupt()))
     assert run("check", "jobs.yaml") == 130
+
+
+@pytest.mark.parametrize("module", IMPORTED)
+def test_an_interrupt_while_python_imports_is_quiet(module: str, job_file: Path) -> None:
+    """Whatever it comes to: of the command itself, or of what a verb needs."""
+    command = [sys.executable, str(RUNNER), module, "check", str(job_file)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (130, "")
+
+
+def test_an_interrupt_that_python_wraps_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As version 3.11 does while a class is made; another RuntimeError keeps its traceback."""
+
+    class Pressed:
+        def __set_name__(self, owner: type, name: str) -> None:
+            raise KeyboardInterrupt
+
+    def load(source: object, overrides: object) -> None:
+        type("Late", (), {"member": Pressed()})
+
+    monkeypatch.setattr("tlora.config.load_spec", load)
+    assert run("check", "jobs.yaml") == 130
+    monkeypatch.setattr("tlora.config.load_spec", raising(RuntimeError("ours")))
+    with pytest.raises(RuntimeError, match="ours"):
+        cli.main(["check", "jobs.yaml"])
+
+
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
+def test_loading_leaves_interrupts_as_they_were(handler) -> None:
+    """Also for those who ignore them; in a thread, which may not change them, it loads as well."""
+    seen: list[object] = []
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        loader = threading.Thread(target=lambda: seen.append(cli.load_app()))
+        loader.start()
+        loader.join()
+        assert seen == [cli.load_app()]
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
