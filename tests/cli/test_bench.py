@@ -90,6 +90,9 @@ def test_when_the_time_is_over_the_line_has_what_was_measured(
     [
         (["--shape", "llama-9b"], "--shape: 'llama-9b' is neither one of"),
         (["--ranks", "0"], "--ranks: must be at least 1, got 0"),
+        (["--ranks", "0", "--ranks", "4"], "--ranks: must be at least 1, got 0"),
+        (["--batch", "x", "--batch", "2"], "--batch: must be whole numbers with commas between"),
+        (["--arms", "best", "--arms", "own"], "--arms: 'best' is none of fused"),
         (["--ranks", "4096"], "--ranks: rank 4096 is larger than"),
         (["--lengths", "bad.txt"], "bad.txt:2: must be a length of 2 tokens or more, got 'many'"),
         (["--lengths", "512"], "--lengths: 512 tokens are more than the 256 positions of demo"),

@@ -8,9 +8,11 @@ import threading
 from pathlib import Path
 
 import pytest
+import typer
 
 import tlora
 from tlora.cli import main as cli
+from tlora.cli.app import app
 from tlora.core.errors import (
     AdapterError,
     DataError,
@@ -154,6 +156,21 @@ def test_an_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     """As shells expect."""
     monkeypatch.setattr("tlora.config.load_spec", raising(KeyboardInterrupt()))
     assert run("check", "jobs.yaml") == 130
+
+
+def test_options_that_take_a_list_may_be_repeated() -> None:
+    """Of one that may not, the last would be taken without a word of the others."""
+    lists = [
+        (verb, option)
+        for verb, command in typer.main.get_command(app).commands.items()  # pyright: ignore
+        for option in command.params
+        if "," in (option.metavar or "")
+    ]
+    assert {(verb, option.name) for verb, option in lists} == {
+        ("simulate", "policy"),
+        *(("bench", name) for name in ("ranks", "batch", "arms")),
+    }
+    assert all(option.multiple for _, option in lists)
 
 
 @pytest.mark.parametrize("module", IMPORTED)

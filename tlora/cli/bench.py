@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -24,19 +24,16 @@ CLEARED = "\r\x1b[2K"
 """To the start of a terminal's line, with nothing on it."""
 
 
-def listed(values: tuple[object, ...]) -> str:
-    return ",".join(map(str, values))
+def several(name: str, metavar: str, default: tuple[object, ...]) -> Any:
+    """An option with a list, said at once with commas or in parts."""
+    return typer.Option(metavar=metavar, help=HELP[name], show_default=",".join(map(str, default)))
 
 
 def bench(
     shape: Annotated[str | None, typer.Option(metavar="SHAPE", help=HELP["shape"])] = None,
     jobs: Annotated[int, typer.Option(help=HELP["jobs"])] = DEFAULTS.jobs,
-    ranks: Annotated[str, typer.Option(metavar="R,..", help=HELP["ranks"])] = listed(
-        DEFAULTS.ranks
-    ),
-    batch: Annotated[str, typer.Option(metavar="B,..", help=HELP["batch"])] = listed(
-        DEFAULTS.batch
-    ),
+    ranks: Annotated[list[str] | None, several("ranks", "R,..", DEFAULTS.ranks)] = None,
+    batch: Annotated[list[str] | None, several("batch", "B,..", DEFAULTS.batch)] = None,
     lengths: Annotated[
         str | None, typer.Option(metavar="N|FILE", help=HELP["lengths"])
     ] = DEFAULTS.lengths,
@@ -50,7 +47,7 @@ def bench(
     device: Annotated[str, typer.Option(help=HELP["device"])] = DEFAULTS.device,
     threads: Annotated[int | None, typer.Option(help=HELP["threads"])] = DEFAULTS.threads,
     dtype: Annotated[str, typer.Option(help=HELP["dtype"])] = DEFAULTS.dtype,
-    arms: Annotated[str, typer.Option(metavar="ARM,..", help=HELP["arms"])] = listed(DEFAULTS.arms),
+    arms: Annotated[list[str] | None, several("arms", "ARM,..", DEFAULTS.arms)] = None,
     seconds: Annotated[int | None, typer.Option(help=HELP["seconds"])] = DEFAULTS.seconds,
     skip_peft: Annotated[bool, typer.Option("--skip-peft", help=HELP["skip_peft"])] = False,
     skip_compile: Annotated[

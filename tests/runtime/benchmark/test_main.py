@@ -47,6 +47,7 @@ def test_it_runs_without_the_packages_of_the_command_line_and_without_peft() -> 
     ("args", "message"),
     [
         (["--ranks", "0"], "error: --ranks: must be at least 1, got 0"),
+        (["--ranks", "0", "--ranks", "4"], "error: --ranks: must be at least 1, got 0"),
         (["--lengths", "512", "--shape", "demo"], "error: --lengths: 512 tokens are more than"),
     ],
 )

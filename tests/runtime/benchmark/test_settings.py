@@ -12,13 +12,13 @@ from tlora.runtime.benchmark.settings import ARMS, HELP, Settings, read_lengths,
     ("given", "message"),
     [
         ({"shape": "llama-9b"}, "--shape: 'llama-9b' is neither one of llama-8b, llama-1b, demo"),
-        ({"ranks": "4,0"}, "--ranks: must be at least 1, got 0"),
-        ({"ranks": "4;8"}, "--ranks: must be whole numbers with commas between, got '4;8'"),
-        ({"batch": "-1"}, "--batch: must be at least 1"),
+        ({"ranks": ["4,0"]}, "--ranks: must be at least 1, got 0"),
+        ({"ranks": ["4;8"]}, "--ranks: must be whole numbers with commas between, got '4;8'"),
+        ({"batch": ["-1"]}, "--batch: must be at least 1"),
         ({"jobs": 0}, "--jobs: must be at least 1"),
         ({"repeats": 0}, "--repeats: must be at least 1"),
         ({"seconds": 0}, "--seconds: must be at least 1"),
-        ({"arms": "fused,frozen"}, "--arms: 'frozen' is none of fused, own, compiled"),
+        ({"arms": ["fused,frozen"]}, "--arms: 'frozen' is none of fused, own, compiled"),
         ({"dropout": 1.0}, "--dropout: must be in [0, 1)"),
         ({"dtype": "int4"}, "--dtype: must be one of auto"),
         ({"lengths": "nowhere.txt"}, "--lengths: 'nowhere.txt' is neither a length nor a file"),
@@ -62,8 +62,8 @@ def test_every_option_has_a_help_text() -> None:
     ("given", "kinds"),
     [
         ({}, [*ARMS]),
-        ({"arms": "peft, own"}, ["fused", "own", "peft"]),
-        ({"arms": "own,peft,compiled", "skip_peft": True}, ["fused", "own", "compiled"]),
+        ({"arms": ["peft, own"]}, ["fused", "own", "peft"]),
+        ({"arms": ["own,peft,compiled"], "skip_peft": True}, ["fused", "own", "compiled"]),
         (
             {"skip_peft": True, "skip_compile": True},
             ["fused", "own", "one-at-a-time", "plain", "processes"],
@@ -73,3 +73,14 @@ def test_every_option_has_a_help_text() -> None:
 def test_arms_are_those_asked_for_and_not_skipped_in_the_order_of_a_round(given, kinds) -> None:
     """The fused one is always among them."""
     assert settings_of(given).kinds == kinds
+
+
+def test_a_list_may_be_said_in_parts() -> None:
+    """In their order; a part that is wrong is named with the others."""
+    given = {"ranks": ["4,8", "2"], "batch": ["1", "3"], "arms": ["own", "peft, plain"]}
+    found = settings_of(given)
+    assert (found.ranks, found.batch) == ((4, 8, 2), (1, 3))
+    assert found.kinds == ["fused", "own", "plain", "peft"]
+    assert settings_of({"ranks": None}) == settings_of({}) == Settings()
+    with pytest.raises(SpecError, match=r"--ranks: must be whole numbers .*, got '4,x'"):
+        settings_of({"ranks": ["4", "x"]})

@@ -36,7 +36,11 @@ def parser() -> argparse.ArgumentParser:
             continue
         default = field.default if field.default is not MISSING else None
         if isinstance(default, tuple):
-            default = ",".join(map(str, default))
+            text += f" [{','.join(map(str, default))}]"
+            found.add_argument(
+                flag(field.name), action="append", metavar=field.name.upper(), help=text
+            )
+            continue
         if default is not None:
             text += f" [{default}]"
         found.add_argument(

@@ -4,7 +4,7 @@
 tlora.runtime.benchmark` share.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,14 +16,17 @@ SHAPES = ("llama-8b", "llama-1b", "demo")
 ARMS = ("fused", "own", "compiled", "one-at-a-time", "plain", "peft", "processes")
 """In the order of a round."""
 
+SEVERAL = ("ranks", "batch", "arms")
+"""Options that take a list."""
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 HELP = {
     "shape": "llama-8b, llama-1b (random weights), demo (the base that comes with tlora), or a "
     "local model's directory. Default: llama-1b on CUDA, else demo.",
     "jobs": "Jobs to train.",
-    "ranks": "LoRA ranks, given to the jobs in turn.",
-    "batch": "Sequences per optimiser step, given to the jobs in turn.",
+    "ranks": "LoRA ranks, given to the jobs in turn; may be given several times.",
+    "batch": "Sequences per optimiser step, given to the jobs in turn; may be given several times.",
     "lengths": "One length for all sequences, or a file with one per line to draw from. Default: "
     f"{NAMED_LENGTHS}, which comes with tlora, for demo; else 512.",
     "json": "Append the result to this file, one line per run; without it the line is printed.",
@@ -38,7 +41,7 @@ HELP = {
     "arms": "What to measure: fused, own (our backbone with no adapters), compiled (the frozen "
     "backbone with compiled layers), one-at-a-time, plain (the frozen backbone as it is), peft, "
     "processes (on a CPU: fused and PEFT again, a process of one thread for each thread). fused is "
-    "always measured.",
+    "always measured. May be given several times.",
     "seconds": "Begin nothing more after so many seconds, and report what was measured by then. "
     "Default: no limit.",
     "skip_peft": "Leave PEFT out.",
@@ -110,22 +113,24 @@ def flag(name: str) -> str:
 
 
 def settings_of(given: Mapping[str, object]) -> Settings:
-    """From an option each; `ranks`, `batch` and `arms` may be texts such as `4,8`."""
-    values = dict(given)
-    for name in ("ranks", "batch"):
-        if isinstance(text := values.get(name), str):
-            values[name] = whole_numbers(name, text)
-    if isinstance(text := values.get("arms"), str):
-        values["arms"] = tuple(part.strip() for part in text.split(","))
+    """From an option each. `ranks`, `batch` and `arms` are as often as they were said texts such as
+    `4,8`, one after the other; None leaves what they are by themselves."""
+    values = {name: value for name, value in given.items() if name not in SEVERAL}
+    for name in SEVERAL:
+        texts = given.get(name)
+        if texts is not None:
+            assert isinstance(texts, (list, tuple))
+            parts = [part.strip() for text in texts for part in text.split(",")]
+            values[name] = tuple(parts) if name == "arms" else whole_numbers(name, parts)
     return Settings(**values)  # type: ignore[arg-type]
 
 
-def whole_numbers(name: str, text: str) -> tuple[int, ...]:
+def whole_numbers(name: str, parts: Sequence[str]) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in text.split(","))
+        return tuple(map(int, parts))
     except ValueError:
         raise SpecError(
-            f"must be whole numbers with commas between, got '{text}'", field=flag(name)
+            f"must be whole numbers with commas between, got '{','.join(parts)}'", field=flag(name)
         ) from None
 
 
