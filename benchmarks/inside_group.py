@@ -30,14 +30,14 @@ class InsideGroup(Group):
         blocks.copy(self.segments)
         return blocks
 
-    def way(self, how: str) -> Way:
+    def way(self, how: str) -> Way | None:
         if how == "inside":
-            how = inside_way(self.num_in, self.outs, MEASURED)
+            how = inside_way(self.num_in, self.outs, MEASURED) or "write"
         if how == "forward":
             return "forward"
         # A mask acts on dS A before the sum.
         fits = how == "backward" and len(self.outs) == 1 and not self.case.dropout
-        return "backward" if fits else ""
+        return "backward" if fits else None
 
     def laid(self, how: str) -> list[torch.Tensor]:
         return self.turned if self.way(how) == "forward" else self.weights

@@ -11,17 +11,18 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
+from tlora.core.errors import ModelError
 from tlora.core.sequence import TokenSequence
 from tlora.kernels.streams import threshold
 from tlora.model import linear
 from tlora.model.adapters import AdapterWeights, LoraPair
 from tlora.model.job_rows import adapter_of
-from tlora.model.linear import LoraLinear, SharedInput
+from tlora.model.linear import LoraLinear, SharedInput, replace_linears
 from tlora.model.packing import Share, pack
 from tlora.model.pool import GroupPool
 from tlora.model.routing import Routing, Scaling
 from tlora.model.super_model import SuperModel
-from tlora.model.targets import Target
+from tlora.model.targets import Target, find_targets
 
 CPU = torch.device("cpu")
 IN, OUT = 8, {"q": 6, "k": 10}
@@ -165,17 +166,49 @@ def test_weights_of_products_with_the_update_inside_lie_turned(monkeypatch: pyte
     """As [in, out] in memory, and the same to everybody: the probe at load would see another. Not
     where bits count."""
 
-    def inside_way(device: torch.device, operands: torch.dtype, *features: object) -> str:
-        return "forward" if features == (32, (48, 48)) else ""
+    def inside_way(device: torch.device, operands: torch.dtype, *features: object) -> str | None:
+        return "forward" if features == (32, (48, 48)) else None
 
     monkeypatch.setattr(linear, "inside_way", inside_way)
     own, model = tiny_llama(), SuperModel(tiny_llama())
     for group in model.groups:
         wide = "mlp.gate" in group.pool.targets[0].path
-        assert group.pool.inside == ("forward" if wide else "")
+        assert group.pool.inside == ("forward" if wide else None)
         for target, weight in zip(group.pool.targets, group.weights, strict=True):
             assert weight.is_contiguous() != wide and weight.T.is_contiguous() == wide
             assert torch.equal(weight, own.get_parameter(f"{target.path}.weight"))
     exact = SuperModel(tiny_llama(), per_sequence=True)
     assert all(weight.is_contiguous() for group in exact.groups for weight in group.weights)
-    assert all(group.pool.inside == "" for group in exact.groups)
+    assert all(group.pool.inside is None for group in exact.groups)
+
+
+def test_linears_with_a_bias_and_weights_in_shards_lie_as_usual(monkeypatch: pytest.MonkeyPatch):
+    """Nothing adds a bias in a product of Y; what was gathered lies as it was gathered. dX has no
+    bias."""
+    ways = {(32, (32, 16, 16)): "forward", (32, (48, 48)): "forward", (48, (32,)): "backward"}
+    monkeypatch.setattr(linear, "inside_way", lambda device, operands, *shape: ways.get(shape))
+
+    def found(**settings: object) -> dict[str, str | None]:
+        model = SuperModel(tiny_llama(**settings))
+        first = model.groups[:4]
+        for group in first:
+            turned = not group.weights[0].is_contiguous()
+            assert turned == (group.pool.inside == "forward")
+        return {group.pool.targets[0].path.split(".")[-1]: group.pool.inside for group in first}
+
+    usual = {"q_proj": "forward", "o_proj": None, "gate_proj": "forward", "down_proj": "backward"}
+    assert found() == usual
+    assert found(attention_bias=True) == {**usual, "q_proj": None}
+    assert found(mlp_bias=True) == {**usual, "gate_proj": None}
+    monkeypatch.setattr(linear, "in_shards", lambda model: True)
+    assert found() == dict.fromkeys(usual)
+
+
+def test_a_model_in_two_half_precisions_is_refused(monkeypatch: pytest.MonkeyPatch):
+    """Where there are copies: before any job could fail for it."""
+    model = tiny_llama().bfloat16()
+    model.model.layers[1].mlp.half()
+    monkeypatch.setattr(linear, "operand_dtype", lambda device, weights, count: weights)
+    groups = [["model.layers.0.mlp.down_proj"], ["model.layers.1.mlp.down_proj"]]
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM has linears in bfloat16 and float16;"):
+        replace_linears(model, groups, find_targets(model), Routing(CPU), reserve_rows=4)

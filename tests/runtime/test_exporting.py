@@ -9,7 +9,7 @@ from support.models import job_spec, random_adapter, sequences_of, super_model, 
 
 from tlora.core.errors import AdapterError
 from tlora.core.job import BaseSpec
-from tlora.model import peft_format
+from tlora.model import linear, peft_format
 from tlora.model.adapters import LoraPair
 from tlora.model.job_rows import of_weights
 from tlora.model.peft_format import read_adapter
@@ -107,6 +107,18 @@ def swap_two_rows(directory, weights, *others, **settings):
     path, pair = next(iter(weights.items()))
     swapped = LoraPair(a=pair.a[[1, 0, *range(2, len(pair.a))]], b=pair.b)
     peft_format.export_adapter(directory, {**weights, path: swapped}, *others, **settings)
+
+
+def test_an_adapter_beyond_the_format_of_copies_is_told_as_one(plain, monkeypatch) -> None:
+    """Not as a job that nobody has."""
+    monkeypatch.setattr(linear, "operand_dtype", lambda *_: torch.float16)
+    model, weights = super_model(plain, reserve_rows=4), random_adapter(plain, rank=4, seed=1)
+    [probe] = sequences_of([40], seed=1)
+    assert exporting.adapter_logits(model, weights, 0.5, probe).isfinite().all()
+    next(iter(weights.values())).a[0, 0] = 7e4
+    with pytest.raises(AdapterError, match=r"weights on .* that are no finite numbers in float16"):
+        exporting.adapter_logits(model, weights, 0.5, probe)
+    assert not model.jobs
 
 
 def test_files_with_other_matrices_are_refused(tmp_path: Path, model, plain, monkeypatch) -> None:

@@ -25,7 +25,8 @@ STEADY = AdamW(epsilon=1e-3)
 nothing, and with it of its rounding."""
 
 
-def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
+def tiny_llama(seed: int = 0, **settings: object) -> LlamaForCausalLM:
+    """`settings`: of its config, besides those here."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -36,6 +37,7 @@ def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
         num_key_value_heads=2,
         max_position_embeddings=1024,
         initializer_range=0.1,
+        **settings,
     )
     return LlamaForCausalLM(config)
 

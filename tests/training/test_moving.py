@@ -105,8 +105,7 @@ def test_an_attach_that_breaks_off_leaves_nothing_behind(
 
 
 def test_what_holds_no_numbers_is_not_brought() -> None:
-    """Nobody looks at it again where it is attached, and what lies in host memory is looked at
-    before it leaves."""
+    """On a device nobody looks at it again where it is attached."""
     engine, job = tiny_engine(), Fed("job", batches(1, [4]))
     train(engine, [job])
     state, start = engine.state("job"), engine.super_model.new_adapter(job.spec)

@@ -38,7 +38,7 @@ def first_beyond(weights: AdapterWeights, dtype: torch.dtype) -> str | None:
     """The first module with a weight that is no finite number in this format."""
     if not weights:
         return None
-    # A 2-norm is no smaller than the largest weight, and found in a fifth of the time.
+    # A 2-norm is no smaller than the largest weight, and found sooner.
     norms = torch._foreach_norm(
         [matrix for pair in weights.values() for matrix in (pair.a, pair.b)]
     )

@@ -7,6 +7,7 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from tlora.core.errors import ModelError
 from tlora.kernels import row_tiles
 from tlora.kernels.multi_lora import Way, multi_lora
 from tlora.kernels.multi_lora.routes import inside_way, operand_dtype
@@ -127,25 +128,47 @@ def replace_linears(
     """Put LoRA linears in the place of the model's; `grouped` are the paths of those that share an
     input (probe.py)."""
     numbers = {path: number for number, path in enumerate(targets)}
+    # Where bits count: whether a block of tokens is too crowded for it depends on the neighbours.
+    # In shards a weight lies as it was gathered.
+    apart = routing.per_sequence or in_shards(model)
     groups = []
     for paths in grouped:
         linears = [cast(Linear, model.get_submodule(path)) for path in paths]
         own = [targets[path] for path in paths]
         operands = operand_dtype(routing.device, linears[0].weight.dtype, len(paths))
-        inside: Way = ""
-        # Whether a block of tokens is too crowded for it depends on the neighbours.
-        if not routing.per_sequence:
-            outs = tuple(target.out_features for target in own)
-            inside = inside_way(routing.device, operands, own[0].in_features, outs)
+        inside = None if apart else _inside(linears, own, routing.device, operands)
         pool = GroupPool(own, reserve_rows, routing.device, operands, inside)
-        if inside == "forward" and not in_shards(model):
+        if inside == "forward":
             for linear in linears:
                 _turn(linear)
         group = SharedInput(linears, [numbers[path] for path in paths], pool, routing)
         groups.append(group)
         for index, (path, linear) in enumerate(zip(paths, linears, strict=True)):
             model.set_submodule(path, LoraLinear(linear, index, group))
+    _check_formats(model, [group.pool for group in groups])
     return groups
+
+
+def _check_formats(model: PreTrainedModel, pools: list[GroupPool]) -> None:
+    """An optimiser's pass writes copies in one format."""
+    formats = {pool.a.operand.dtype for pool in pools} - {torch.float32}
+    if len(formats) > 1:
+        names = " and ".join(sorted(str(each).removeprefix("torch.") for each in formats))
+        raise ModelError(
+            f"base.model: {type(model).__name__} has linears in {names}; load it in one of them "
+            "with base.dtype"
+        )
+
+
+def _inside(
+    linears: list[Linear], targets: list[Target], device: torch.device, operands: torch.dtype
+) -> Way | None:
+    """Which products of these linears may take the adapters' update."""
+    outs = tuple(target.out_features for target in targets)
+    way = inside_way(device, operands, targets[0].in_features, outs)
+    # Nothing adds a bias there.
+    biased = any(linear.bias is not None for linear in linears)
+    return None if way == "forward" and biased else way
 
 
 def _turn(linear: Linear) -> None:

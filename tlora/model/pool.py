@@ -34,10 +34,10 @@ class GroupPool:
         capacity: int,
         device: torch.device,
         operand_dtype: torch.dtype = torch.float32,
-        inside: Way = "",
+        inside: Way | None = None,
     ) -> None:
         self.targets = targets
-        self.inside: Way = inside
+        self.inside: Way | None = inside
         """Which products of these linears may take the adapters' update in their own loop."""
 
         width = targets[0].in_features

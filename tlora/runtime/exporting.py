@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from tlora.core.errors import AdapterError
+from tlora.core.errors import AdapterError, JobFailed
 from tlora.core.job import BaseSpec, JobSpec
 from tlora.core.sequence import TokenSequence
 from tlora.model.adapters import AdapterWeights
@@ -134,7 +134,10 @@ def adapter_logits(
     model: SuperModel, weights: AdapterWeights, scale: float, probe: TokenSequence
 ) -> torch.Tensor:
     """Logits of the probe through the pool and the kernels, under a name no job can have."""
-    model.attach("(probe)", weights, scale=scale)
+    try:
+        model.attach("(probe)", weights, scale=scale)
+    except JobFailed as error:
+        raise AdapterError(f"the adapter cannot be looked at: {error.message}") from error
     try:
         return _logits(model, "(probe)", probe)
     finally:

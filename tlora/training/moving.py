@@ -24,7 +24,8 @@ def snapshot(model: SuperModel, job: str, *, step: int) -> Snapshot[JobState]:
 
 def bring_weights(model: SuperModel, job: str, weights: AdapterWeights) -> Snapshot[AdapterWeights]:
     """The start of a job's adapter where the model is: attaching it takes no copy from the host
-    then. Raises JobFailed, when asked for its result, for weights that are no finite numbers."""
+    then. Weights that are no finite numbers raise JobFailed, at once or when the result is asked
+    for."""
 
     def adapter(there: list[torch.Tensor]) -> AdapterWeights:
         model.adapter_rows.check_numbers(job, weights)

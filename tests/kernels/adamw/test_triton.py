@@ -152,8 +152,8 @@ def test_a_weight_that_a_copy_does_not_hold_is_zero_there_and_fails_its_job(weig
 
 @runs_kernels
 def test_matrices_without_a_copy_step_beside_those_that_have_one():
-    """The same weights either way. Where nobody has a copy, a weight that is no number is told all
-    the same, and one that half precision does not hold is none."""
+    """The same weights either way. Where there is no copy, a weight that is no number is told all
+    the same, and one that half precision does not hold is no fault."""
     mixed, plain = new_problem(copies=[None, HALF, None]), new_problem()
     for each in (mixed, plain):
         assert all(norm == norm for norm in take_steps(each, {0: 1, 2: 1}).tolist())
@@ -161,10 +161,12 @@ def test_matrices_without_a_copy_step_beside_those_that_have_one():
     for slot in (0, 2):
         for ours, theirs in zip(mixed.views(slot), plain.views(slot), strict=True):
             assert all(torch.equal(u, v) for u, v in zip(ours, theirs, strict=True))
-    plain.views(0)[1][0][0, 0] = BEYOND
-    plain.views(2)[2][0][7, 19] = float("inf")
-    norms = take_steps(plain, {0: 2, 1: 1, 2: 2}).tolist()
-    assert [norm == norm for norm in norms] == [True, True, False]
+    for each in (plain, mixed):
+        # The last matrix has no copy in either.
+        each.views(0)[2][0][0, 0] = BEYOND
+        each.views(2)[2][0][7, 19] = float("inf")
+        norms = take_steps(each, {0: 2, 1: 1, 2: 2}).tolist()
+        assert [norm == norm for norm in norms] == [True, True, False]
 
 
 @runs_kernels

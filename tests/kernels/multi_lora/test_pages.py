@@ -83,8 +83,8 @@ def test_rows_of_sixteen_bits_keep_their_highest():
     assert [page[0] for page in found[1, 0]] == [40_000] * 4
 
 
-@pytest.mark.parametrize("inside", ["", "forward"])
-def test_lists_carry_the_pages_behind_them(inside: pages.Way):
+@pytest.mark.parametrize("inside", [None, "forward"])
+def test_lists_carry_the_pages_behind_them(inside: pages.Way | None):
     """At a place that 8 bytes divide; other lists are as without."""
     layout = Layout(
         num_tokens=TOKENS, in_features=64, out_features=(64, 64), max_segments=8, max_rank=16

@@ -65,6 +65,9 @@ def test_steps_are_loaded_ahead_whatever_they_read(update: bool, tmp_path: Path)
     # Descriptors are chosen where they lie: a copy of one would be in local memory, where the copy
     # engine cannot read it.
     assert ("selp.b64" in ptx) == update and ".local" not in ptx
+    # A tile's sum is cleared in the branch that has waited for it and stored it: choosing between
+    # zeros and each of its values would read them while a product is on its way.
+    assert 0 < ptx.count("selp") < PRODUCT.tokens * PRODUCT.features // (32 * PRODUCT.warps)
     cubin = tmp_path / "product.cubin"
     cubin.write_bytes(kernel.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

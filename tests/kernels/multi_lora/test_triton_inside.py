@@ -38,7 +38,9 @@ def small_products(monkeypatch):
 class Linears:
     """A group with three jobs, of which one has nothing on the first of two linears."""
 
-    def __init__(self, features: tuple, way: Way, *, dropout: float = 0.0, turned: bool = True):
+    def __init__(
+        self, features: tuple, way: Way | None, *, dropout: float = 0.0, turned: bool = True
+    ):
         torch.manual_seed(3)
         self.num_in, self.outs = features
         n = len(self.outs)
@@ -54,7 +56,7 @@ class Linears:
         self.weights = [weight.to(DEVICE, DTYPE) for weight in self.weights]
         if way == "forward" and turned:
             self.weights = [weight.T.contiguous().T for weight in self.weights]
-        # Rows of nobody are zero, as they are in a pool.
+        # Rows of nobody are numbers, as they are in a pool.
         self.a = (torch.randn(400, self.num_in) / self.num_in**0.5).to(DEVICE, DTYPE)
         self.b = [(torch.randn(400, out) * 0.3).to(DEVICE, DTYPE) for out in self.outs]
         self.rows = torch.arange(TOKENS, dtype=torch.int32, device=DEVICE) % 40
@@ -157,8 +159,17 @@ ELSEWHERE = {
     "the weight lies as usual": lambda: Linears(FORWARD, "forward", turned=False),
     "a bias": lambda: _with_a_bias(Linears(FORWARD, "forward")),
     "a crowd": lambda: _crowded(Linears(FORWARD, "forward")),
-    "not asked for": lambda: Linears(FORWARD, ""),
+    "not asked for": lambda: Linears(FORWARD, None),
+    "float32, whose rows may hold anything": lambda: _in_float32(Linears(FORWARD, "forward")),
 }
+
+
+def _in_float32(linears: Linears) -> Linears:
+    linears.x, linears.a = linears.x.float(), linears.a.float()
+    linears.dy, linears.b = [u.float() for u in linears.dy], [u.float() for u in linears.b]
+    linears.weights = [weight.float() for weight in linears.weights]
+    assert linears.weights[0].T.is_contiguous()
+    return linears
 
 
 def _with_a_bias(linears: Linears) -> Linears:

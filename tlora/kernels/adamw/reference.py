@@ -10,12 +10,12 @@ from tlora.kernels.adamw.orders import Order
 def step(
     matrices: Sequence[Sequence[torch.Tensor]],
     order: Order,
-    copies: Sequence[torch.Tensor] = (),
+    copies: Sequence[torch.Tensor | None] = (),
 ) -> torch.Tensor:
     """Update (value, gradient, first and second moment) of every matrix of the job, clear the
     gradients, and give their norm before clipping. A norm that is no number changes nothing but the
-    gradients. `copies` has the copy of each value, which follows it; what is no finite number in a
-    copy's format, or in that of the values, is 0 there and makes the norm NaN."""
+    gradients. `copies` has the copy of each value, which follows it, or None; what is no finite
+    number in a copy's format, or in that of the values, is 0 there and makes the norm NaN."""
     norm = torch.stack([grad.square().sum() for _, grad, _, _ in matrices]).sum().sqrt()
     if norm.isfinite():
         coefficient = 1.0
@@ -31,11 +31,14 @@ def step(
             denominator = exp_avg_sq.sqrt() / correction2 + order.epsilon
             value.addcdiv_(exp_avg, denominator, value=-order.learning_rate / correction1)
         values = [value for value, _, _, _ in matrices]
-        for copy, value in zip(copies, values, strict=bool(copies)):
+        pairs = list(zip(copies, values, strict=True)) if copies else []
+        followed = [(copy, value) for copy, value in pairs if copy is not None]
+        for copy, value in followed:
             copy.copy_(value)
-        if not all(tensor.isfinite().all() for tensor in (*values, *copies)):
+        written = [*values, *(copy for copy, _ in followed)]
+        if not all(tensor.isfinite().all() for tensor in written):
             norm = torch.full_like(norm, torch.nan)
-        for copy in copies:
+        for copy, _ in followed:
             copy.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
     for _, grad, _, _ in matrices:
         grad.zero_()

@@ -59,7 +59,7 @@ SQUARES = Tuning(block=2048, warps=4)
 STEP = Tuning(block=1024, warps=4)
 SUM_BLOCK = 1024
 FORMATS = {None: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-"""In which weights must be finite: that of the copies, or float32 where there are none."""
+"""Of copies; float32 where there are none at all."""
 
 
 @triton.jit
@@ -155,8 +155,11 @@ def _step(
         b_v = beta2 * b_v + weight2 * b_g * b_g
         b_root = tl.div_rn(tl.sqrt_rn(b_v), correction) + epsilon
         b_x = b_x * decay - tl.div_rn(step_size * b_m, b_root)
-        b_c = b_x.to(FORMAT)
-        m_finite = tl.abs(b_c.to(tl.float32)) < float("inf")
+        b_used = b_x
+        if FORMAT.primitive_bitwidth < 32:
+            b_c = b_x.to(FORMAT)
+            b_used = tl.where(has_copy, b_c.to(tl.float32), b_x)
+        m_finite = tl.abs(b_used) < float("inf")
         b_lost = tl.where(m & ~m_finite, 1.0, b_lost)
         if FORMAT.primitive_bitwidth < 32:
             tl.store(p_c + o, tl.where(m_finite, b_c, 0.0), mask=m & has_copy)
@@ -188,7 +191,8 @@ def step_kernel(
     BLOCK: tl.constexpr,
 ):
     """AdamW on the chunks of due jobs, whose gradients are zero afterwards and whose copies are of
-    the new weights. norms[place] becomes NaN if one of these is not finite in FORMAT."""
+    the new weights, in FORMAT. norms[place] becomes NaN if one of these is not finite there, or,
+    where there is no copy, in float32."""
     p_row = p_table + (first + tl.program_id(0)).to(tl.int64) * COLUMNS
     slot = tl.load(p_row + SLOT)
     p_order = p_orders + slot * ORDER

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from tlora.kernels.multi_lora import pages, settings
-from tlora.kernels.multi_lora.pages import Way
+from tlora.kernels.multi_lora.pages import Pages, Way
 from tlora.kernels.multi_lora.tables import Segment
 
 COLUMNS = 16
@@ -107,8 +107,8 @@ class Layout:
     max_segments: int
     max_rank: int
     dropout: bool = True
-    inside: Way = ""
-    """Which of the group's products take the update in their own loop."""
+    inside: Way | None = None
+    """Which of the group's products may take the update in their own loop."""
 
     tiles: Tiles = Tiles()
 
@@ -212,15 +212,18 @@ class Blocks:
             finished=torch.zeros(layout.num_counters, dtype=torch.int32, device=device),
         )
 
-    def copy(self, segments: list[Segment]) -> None:
-        table = build_table(self.layout, segments)
+    def copy(self, segments: list[Segment], found: Pages | None = None) -> None:
+        """`found`: the pages of these segments, where somebody knows them."""
+        table = build_table(self.layout, segments, found)
         if self.table.is_cuda:
             # From pinned memory the host need not wait for what is running.
             table = table.pin_memory()
         self.table.copy_(table, non_blocking=True)
 
 
-def build_table(layout: Layout, segments: list[Segment]) -> torch.Tensor:
+def build_table(
+    layout: Layout, segments: list[Segment], found: Pages | None = None
+) -> torch.Tensor:
     """All lists for these segments: int32 [rows, COLUMNS] in host memory."""
     _check(layout, segments)
     table = np.zeros((layout.num_rows, COLUMNS), dtype=np.int32)
@@ -235,7 +238,7 @@ def build_table(layout: Layout, segments: list[Segment]) -> torch.Tensor:
             rows_of = np.bincount(rows[:, LINEAR], minlength=2)
             table[0, ENDS[name] : ENDS[name] + 2] = np.cumsum(rows_of)[:2]
     if layout.inside:
-        found = pages.find(segments, layout.num_tokens, layout.inside)
+        found = found or pages.find(segments, layout.num_tokens, layout.inside)
         assert found.fit, "more pages in a block than a table holds"
         ints = pages.table(found, layout.num_tokens, layout.num_linears)
         table.reshape(-1)[layout.first_head(0) :][: len(ints)] = ints

@@ -111,9 +111,11 @@ def _triton_backward(
 
 
 def _takes_update(way, blocks, x, a, weights, tile_rows) -> bool:
-    """Whether products with these weights, [depth, features], have the update inside."""
+    """Whether products with these weights, [depth, features], have the update inside. Only copies
+    in half precision are known to hold numbers alone."""
+    half = x.dtype in (torch.bfloat16, torch.float16) and a.dtype == x.dtype
     alike = all(each.is_contiguous() and each.dtype == x.dtype for each in weights)
-    return blocks.layout.inside == way and alike and a.dtype == x.dtype and not tile_rows
+    return blocks.layout.inside == way and half and alike and not tile_rows
 
 
 def _out_features(weight: torch.Tensor, transposed: bool) -> int:

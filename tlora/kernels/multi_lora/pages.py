@@ -21,8 +21,8 @@ import numpy as np
 
 from tlora.kernels.multi_lora.tables import Segment
 
-Way = Literal["", "forward", "backward"]
-"""Which products of a group take the update: those of Y = X W^T, that of dX = dY W, or none."""
+Way = Literal["forward", "backward"]
+"""Which products of a group take the update: those of Y = X W^T, or that of dX = dY W."""
 
 BLOCK = 128
 """Tokens of a tile."""

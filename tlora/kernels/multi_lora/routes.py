@@ -15,7 +15,7 @@ import torch
 from tlora.kernels.multi_lora import pages, settings
 from tlora.kernels.multi_lora.blocks import Blocks, Layout, Tiles
 from tlora.kernels.multi_lora.devices import limits
-from tlora.kernels.multi_lora.pages import Way
+from tlora.kernels.multi_lora.pages import Pages, Way
 from tlora.kernels.multi_lora.tables import Segment, new_table, write_table
 
 MIN_SEGMENTS = 64
@@ -55,7 +55,7 @@ class Group(NamedTuple):
     out_features: tuple[int, ...]
     max_rank: int
     dropout: bool
-    inside: Way = ""
+    inside: Way | None = None
     """Which of its products may take the update in their own loop."""
 
 
@@ -97,14 +97,19 @@ def operand_dtype(device: torch.device, weights: torch.dtype, num_linears: int) 
     return weights if half and served else torch.float32
 
 
+def update_inside() -> bool:
+    """Whether it was asked for."""
+    return os.environ.get("TLORA_UPDATE_INSIDE") == "1"
+
+
 def inside_way(
     device: torch.device, operands: torch.dtype, in_features: int, out_features: tuple[int, ...]
-) -> Way:
+) -> Way | None:
     """Which products of a group of linears may take the update in their own loop, where that was
     asked for. Rows of other jobs meet zeros there, so the pool's copy must hold numbers only."""
-    asked = os.environ.get("TLORA_UPDATE_INSIDE") == "1"
-    if not asked or not triton_serves(device) or operands not in (torch.bfloat16, torch.float16):
-        return ""
+    half = operands in (torch.bfloat16, torch.float16)
+    if not (update_inside() and half and triton_serves(device)):
+        return None
     return settings.inside_way(in_features, out_features, limits(device))
 
 
@@ -135,6 +140,7 @@ class Routes:
         return known
 
     def _write_blocks(self, group: Group, segments: list[Segment], num_tokens: int) -> Route:
+        found = _pages(group, segments, num_tokens)
         layout = Layout(
             num_tokens=num_tokens,
             in_features=group.in_features,
@@ -142,25 +148,27 @@ class Routes:
             max_segments=power_of_two(len(segments), MIN_SEGMENTS),
             max_rank=power_of_two(group.max_rank, MIN_RANK),
             dropout=group.dropout,
-            inside=_inside(group, segments, num_tokens),
+            inside=group.inside if found else None,
             tiles=Tiles.for_tokens(num_tokens, dropout=group.dropout),
         )
         if layout not in self._blocks:
             blocks = Blocks.new(layout, self.device)
             self._blocks[layout] = (blocks, blocks_route(blocks))
         blocks, route = self._blocks[layout]
-        blocks.copy(segments)
+        blocks.copy(segments, found)
         return route
 
 
-def _inside(group: Group, segments: list[Segment], num_tokens: int) -> Way:
-    """A nano-batch with a crowd in a block of tokens goes the other way."""
-    if not group.inside or num_tokens < settings.INSIDE_TOKENS:
-        return ""
+def _pages(group: Group, segments: list[Segment], num_tokens: int) -> Pages | None:
+    """For products that take the update; a nano-batch with a crowd in a block of tokens goes the
+    other way."""
+    if group.inside is None or num_tokens < settings.INSIDE_TOKENS:
+        return None
     # Dropout acts on dS A before it is added to dX.
     if group.inside == "backward" and group.dropout:
-        return ""
-    return group.inside if pages.find(segments, num_tokens, group.inside).fit else ""
+        return None
+    found = pages.find(segments, num_tokens, group.inside)
+    return found if found.fit else None
 
 
 def power_of_two(count: int, smallest: int) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from tlora.kernels.multi_lora.pages import Way
+from tlora.kernels.multi_lora.pages import BLOCK, Way
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,23 +147,23 @@ TUNINGS: dict[str, Tuning] = {
 }
 
 
-PRODUCT = Tuning(tokens=128, features=256, warps=8, stages=3, programs=1)
+PRODUCT = Tuning(tokens=BLOCK, features=256, warps=8, stages=3, programs=1)
 """Of a frozen product with the update inside (triton_product.py)."""
 
 INSIDE_TOKENS = 8192
 """Of a nano-batch whose products take the update inside: smaller ones were not compared."""
 
 
-def inside_way(in_features: int, out_features: tuple[int, ...], device: Device) -> Way:
+def inside_way(in_features: int, out_features: tuple[int, ...], device: Device) -> Way | None:
     """Where the update would cost less inside of a group's products than in a kernel that writes Y
     or dX: of wide outputs, one way or the other, since the frozen weight lies in one. dX of several
     linears is several products. The product relies on what Hopper has."""
     rows_are_aligned = all(features % 8 == 0 for features in (in_features, *out_features))
     if device.capability != 90 or not rows_are_aligned:
-        return ""
+        return None
     if min(out_features) >= in_features:
         return "forward"
-    return "backward" if len(out_features) == 1 else ""
+    return "backward" if len(out_features) == 1 else None
 
 
 LEAST_FEATURES = 32

@@ -35,8 +35,8 @@ device, and share what they read."""
 
 
 @triton.jit
-def _place(i_tile, num_m, num_n, wave):
-    """Which block of tokens and which tile of features."""
+def _tile(i_tile, num_m, num_n, wave):
+    """Its block of tokens, and which of the features."""
     first = i_tile // (wave * num_n) * wave
     i_inside = i_tile % (wave * num_n)
     blocks = tl.minimum(wave, num_m - first)
@@ -58,7 +58,7 @@ def product_kernel(
     m_tile = o_tile < num_tiles
     b_steps = tl.where(m_tile, num_k, 0)
     if UPDATE:
-        o_m, _ = _place(tl.minimum(o_tile, num_tiles - 1), num_m, num_n, wave)
+        o_m, _ = _tile(tl.minimum(o_tile, num_tiles - 1), num_m, num_n, wave)
         b_steps += tl.load(p_heads + o_m * HEAD, mask=m_tile, other=0)  # [MOST]
     # One loop over all steps of all tiles: loads of the next tile are on their way while this one
     # is stored. Triton makes one of two loops itself only where all tiles have as many steps.
@@ -72,7 +72,7 @@ def product_kernel(
         i_k = tl.where(i_k == last, 0, i_k + 1)
         if i_k == 0:
             i_tile += programs
-            i_m, i_n = _place(i_tile, num_m, num_n, wave)
+            i_m, i_n = _tile(i_tile, num_m, num_n, wave)
             last = num_k - 1
             if UPDATE:
                 p_head = p_heads + i_m * HEAD
@@ -154,7 +154,8 @@ def product(
 ) -> Any:
     """y = x w for w of [depth, features], and what the adapters add. Gives what was launched."""
     tuning = tuning or settings.PRODUCT
-    block, page, features = pages.BLOCK, pages.PAGE, tuning.features
+    block, page, features = tuning.tokens, pages.PAGE, tuning.features
+    assert block == pages.BLOCK, "tables have blocks of that size"
     x_desc = TensorDescriptor.from_tensor(x, [block, page])
     w_desc = TensorDescriptor.from_tensor(w, [page, features])
     y_desc = TensorDescriptor.from_tensor(y, [block, features])

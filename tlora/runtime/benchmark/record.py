@@ -11,6 +11,7 @@ import torch
 
 import tlora
 from tlora.core.errors import SpecError
+from tlora.kernels.multi_lora.routes import update_inside
 from tlora.runtime.benchmark.bench import Result
 from tlora.runtime.benchmark.linears import LinearTime, overhead_pct
 from tlora.runtime.benchmark.lineup import COMPILED, OWN, PLAIN
@@ -45,6 +46,7 @@ def record(result: Result, command: str) -> dict[str, object]:
             "repeats": settings.repeats,
             "seconds": settings.seconds,
             "arms": settings.kinds,
+            "update_inside": update_inside(),
         },
         "complete": result.complete,
         "frozen": {
