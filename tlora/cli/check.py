@@ -5,6 +5,7 @@ from pathlib import Path
 from tlora.cli.options import JobFile, Overrides
 from tlora.cli.output import print_lines, print_table
 from tlora.core.job import JobSpec
+from tlora.core.wording import number_of
 
 HEADER = ("job", "data", "r", "alpha", "targets", "lr", "schedule", "batch", "length", "train for")
 
@@ -27,7 +28,9 @@ def job_row(job: JobSpec) -> list[str]:
     """What most often tells jobs apart."""
     lora, train = job.lora, job.train
     targets = lora.target_modules
-    length = f"{train.max_steps} steps" if train.max_steps else f"{train.num_train_epochs:g} epochs"
+    length = number_of(train.num_train_epochs, "epoch")
+    if train.max_steps:
+        length = number_of(train.max_steps, "step")
     return [
         job.name,
         short_data(job.data.paths),

@@ -9,6 +9,7 @@ from tlora.cli.options import Overrides, named_directory
 from tlora.cli.output import print_error, print_lines, print_table
 from tlora.core.assets import DEMO
 from tlora.core.job import JobSpec
+from tlora.core.wording import number_of
 
 if TYPE_CHECKING:
     from tlora.runtime.demo import DemoResult
@@ -56,7 +57,9 @@ def job_row(job: JobSpec) -> list[str]:
     lora, train = job.lora, job.train
     targets = lora.target_modules
     names = targets if isinstance(targets, str) else ",".join(targets)
-    length = f"{train.max_steps} steps" if train.max_steps else f"{train.num_train_epochs:g} epochs"
+    length = number_of(train.num_train_epochs, "epoch")
+    if train.max_steps:
+        length = number_of(train.max_steps, "step")
     return [
         job.name,
         str(lora.r),

@@ -9,6 +9,7 @@ import typer
 from tlora.cli.options import Overrides, PolicyOption, ProfileOption, check_place
 from tlora.cli.output import print_lines, print_table
 from tlora.core.errors import SpecError
+from tlora.core.wording import number_of
 
 if TYPE_CHECKING:
     from tlora.runtime.planning import PlannedGroup, PlannedJob, RunPlan
@@ -112,7 +113,7 @@ def show(found: "RunPlan") -> None:
     shape, device = found.profile.profile.shape, found.profile.profile.device
     print_lines(
         [
-            f"{found.gpus} GPU{'s' if found.gpus > 1 else ''}, policy {found.policy}, "
+            f"{number_of(found.gpus, 'GPU')}, policy {found.policy}, "
             f"profile of {device} and {shape}:",
             f"  {found.profile.source}",
             "",

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Protocol, TextIO
 
+from tlora.core.wording import number_of
 from tlora.runtime.directory import JobResult
 from tlora.runtime.figures import duration_figure, together
 from tlora.training.driver import JobDriver, Status
@@ -98,7 +99,7 @@ class ProgressLines:
         self._started = self._said = time.perf_counter()
         steps = sum(driver.total_steps for driver in drivers)
         self.say(
-            f"training {together(len(drivers))}: {steps} steps, nano-batches of "
+            f"training {together(len(drivers))}: {number_of(steps, 'step')}, nano-batches of "
             f"{budget_tokens} tokens"
         )
 
@@ -199,12 +200,18 @@ def worth_a_line(result: JobResult, jobs: int) -> bool:
 
 def join_line(driver: JobDriver) -> str:
     after = f" after step {driver.step}" if driver.step else ""
-    return f"{driver.name}: joins{after}, {driver.total_steps - driver.step} steps to go"
+    left = number_of(driver.total_steps - driver.step, "step")
+    return f"{driver.name}: joins{after}, {left} to go"
+
+
+def over_before(result: JobResult) -> str:
+    """Of a job that is not run again."""
+    return f"{result.job}: {result.status} before, after {number_of(result.steps, 'step')}"
 
 
 def end_line(result: JobResult) -> str:
     why = f": {result.reason}" if result.reason else ""
-    return f"{result.job}: {result.status} after {result.steps} steps{why}"
+    return f"{result.job}: {result.status} after {number_of(result.steps, 'step')}{why}"
 
 
 def closing_lines(results: list[JobResult], root: Path, tokens: int, seconds: float) -> list[str]:

@@ -13,7 +13,7 @@ from tlora.core.job import BaseSpec
 from tlora.model.peft_format import serving_commands
 from tlora.runtime.directory import JobResult, RunDirectory
 from tlora.runtime.job_metrics import cut_back, metrics_bytes, metrics_line, metrics_path
-from tlora.runtime.progress import MANY_JOBS, Progress
+from tlora.runtime.progress import MANY_JOBS, Progress, over_before
 from tlora.runtime.resuming import Resumption
 from tlora.runtime.saving import SaveFailed, Saver
 from tlora.runtime.settings import job_settings
@@ -93,7 +93,7 @@ class Recorder:
     def keep(self, result: JobResult) -> None:
         """The job was over before this run began."""
         self.results.append(result)
-        self._kept.append(f"{result.job}: {result.status} before, after {result.steps} steps")
+        self._kept.append(over_before(result))
 
     def resume(self, driver: JobDriver, found: Resumption) -> None:
         """Cut the job's metrics back to its checkpoint, so that nothing is logged twice."""

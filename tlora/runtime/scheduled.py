@@ -54,7 +54,7 @@ from tlora.runtime.interrupts import interruptible
 from tlora.runtime.live import choose_progress
 from tlora.runtime.opening import Opening, open_run
 from tlora.runtime.planning import ChosenProfile, check_policy, choose_profile
-from tlora.runtime.progress import MANY_JOBS, Progress
+from tlora.runtime.progress import MANY_JOBS, Progress, over_before
 from tlora.runtime.requests import request_of
 from tlora.runtime.resuming import check_same_bits, finished, saved_steps
 from tlora.runtime.sinks import check_trackers
@@ -382,10 +382,7 @@ class Lead:
         return result
 
     def begin(self, budget: int) -> None:
-        lines = [
-            f"{each.job}: {each.status} before, after {each.steps} steps"
-            for each in self.results.values()
-        ]
+        lines = [over_before(each) for each in self.results.values()]
         many = len(lines) >= MANY_JOBS
         self.progress.say(*([f"{len(lines)} jobs were over before"] if many else lines))
         for name, driver in self._drivers.items():

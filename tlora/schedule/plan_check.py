@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from tlora.core.errors import SpecError
 from tlora.core.plan import Plan
+from tlora.core.wording import number_of
 from tlora.costs.plans import PlanPrice
 from tlora.schedule.planner import (
     ALIKE,
     Planner,
-    gpus_text,
     least_memory,
     memory_text,
     not_executed,
@@ -30,8 +30,8 @@ def check_plan(
         raise SpecError(f"{not_executed(plan)}; {_try(_untensored(plan, world))}", field="plan")
     if plan.gpus != world:
         raise SpecError(
-            f"replicas {plan.replicas} x fsdp {plan.fsdp} is {gpus_text(plan.gpus)}, and there "
-            f"{'is' if world == 1 else 'are'} {world}; {_try(resized(plan, world))}",
+            f"replicas {plan.replicas} x fsdp {plan.fsdp} is {number_of(plan.gpus, 'GPU')}, "
+            f"and there {'is' if world == 1 else 'are'} {world}; {_try(resized(plan, world))}",
             field="plan",
         )
     unknown = [name for name in plan.spread if name not in jobs]
@@ -89,7 +89,7 @@ def nothing_smaller(plan: Plan, planner: Planner) -> str:
         return "there is no rank left to go on with"
     least = min(prices, key=least_memory)
     return (
-        f"nothing fits on {gpus_text(plan.gpus - 1)}: the least, {_as_fields(least.plan)}, "
+        f"nothing fits on {number_of(plan.gpus - 1, 'GPU')}: the least, {_as_fields(least.plan)}, "
         f"{memory_text(least)}"
     )
 
@@ -113,7 +113,7 @@ def _idle_notes(plan: Plan, jobs: Sequence[str]) -> tuple[str, ...]:
     if plan.adapters == "data_parallel" or plan.spread or local >= plan.ranks:
         return ()
     return (
-        f"{local} rank-local job{'s' if local != 1 else ''} on {plan.ranks} ranks: "
+        f"{number_of(local, 'rank-local job')} on {plan.ranks} ranks: "
         f"{plan.ranks - local} of them train nothing. Take {max(1, local)} ranks, or adapters: "
         "data_parallel, which deals every job's sequences to all.",
     )
@@ -147,7 +147,7 @@ def _least(world: int, planner: Planner) -> str:
     prices = [each.price for each in planner.choose(world).candidates]
     least = min(prices, key=least_memory)
     return (
-        f"nothing fits on {gpus_text(world)}: the least, {_as_fields(least.plan)}, "
+        f"nothing fits on {number_of(world, 'GPU')}: the least, {_as_fields(least.plan)}, "
         f"{memory_text(least)}"
     )
 

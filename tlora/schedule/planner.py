@@ -17,6 +17,7 @@ from typing import Any
 from tlora.core.plan import Placement, Plan
 from tlora.core.records import as_json
 from tlora.core.request import JobRequest
+from tlora.core.wording import number_of
 from tlora.costs.groups import Costs
 from tlora.costs.layout import NAMED, BaseLayout
 from tlora.costs.plans import PlanPrice, price_plan
@@ -61,10 +62,10 @@ class PlanChoice:
     @property
     def sentence(self) -> str:
         if self.best is not None:
-            return f"Best on {gpus_text(self.world)}: {self.best.plan}."
+            return f"Best on {number_of(self.world, 'GPU')}: {self.best.plan}."
         least = min((each.price for each in self.candidates), key=least_memory)
         return (
-            f"Nothing fits on {gpus_text(self.world)}. The least is {least.plan}, which "
+            f"Nothing fits on {number_of(self.world, 'GPU')}. The least is {least.plan}, which "
             f"{memory_text(least)}."
         )
 
@@ -320,10 +321,6 @@ class Planner:
         return {each.name: self.costs.figures(each).least_s for each in self.requests}
 
 
-def gpus_text(count: int) -> str:
-    return f"{count} GPU{'s' if count > 1 else ''}"
-
-
 def least_memory(price: PlanPrice) -> float:
     return price.memory.total or 0.0
 
@@ -372,7 +369,7 @@ def _loss_text(name: str, price: PlanPrice, best: PlanPrice, world: int) -> str:
     plan = price.plan
     match name:
         case "unused":
-            return f"leaves {world - plan.gpus} of {gpus_text(world)} unused"
+            return f"leaves {world - plan.gpus} of {number_of(world, 'GPU')} unused"
         case "idle" if price.empty_ranks:
             return f"{price.empty_ranks} of {plan.ranks} ranks have nothing to train"
         case "idle":

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from tlora.core.errors import SpecError
 from tlora.core.plan import Plan
+from tlora.core.wording import number_of
 from tlora.schedule.plan_check import more_gpus
-from tlora.schedule.planner import Candidate, PlanChoice, Planner, gpus_text, memory_text
+from tlora.schedule.planner import Candidate, PlanChoice, Planner, memory_text
 
 WORTH_A_GROUP = 0.1
 """So much sooner must a group be done: no prediction of plans is better than that
@@ -81,7 +82,7 @@ def workers_sentence(apart: Candidate, best: Candidate, gain: float) -> str:
 def group_sentence(best: Candidate, devices: int, why: str) -> str:
     plan = best.plan
     unused = devices - plan.gpus
-    left = f"; {unused} of {gpus_text(devices)} stay unused" if unused else ""
+    left = f"; {unused} of {number_of(devices, 'GPU')} stay unused" if unused else ""
     return (
         f"plan: one group, {plan}: about {best.run_tokens_per_s:,.0f} tokens/s to the end, "
         f"{best.price.communication_share:.0%} of the time in communication; {why}{left}"

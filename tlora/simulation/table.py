@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from tlora.core.wording import number_of
 from tlora.simulation.compare import Comparison
 
 
@@ -18,7 +19,7 @@ def title(comparison: Comparison) -> list[str]:
     load = "all at once" if comparison.load is None else f"load {comparison.load:.2f}"
     seeds = "" if setting.seeds == 1 else f", mean of {setting.seeds} seeds"
     lines = [
-        f"{setting.trace.name}: {jobs:,} jobs on {gpus} GPU{'s' if gpus > 1 else ''}, {load}, "
+        f"{setting.trace.name}: {jobs:,} jobs on {number_of(gpus, 'GPU')}, {load}, "
         f"predictor error {setting.predictor_error:.0%}{seeds}.",
         f"Profile {setting.profile_name}: {setting.profile.device}.",
     ]

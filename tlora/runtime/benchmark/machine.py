@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from tlora.core.wording import number_of
+
 STATM = Path("/proc/self/statm")
 MEMINFO = Path("/proc/meminfo")
 SAMPLE_SECONDS = 0.002
@@ -170,5 +172,4 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    return f"cpu, {threads} thread{'s' if threads > 1 else ''}"
+    return f"cpu, {number_of(torch.get_num_threads(), 'thread')}"

@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tlora.core.wording import number_of
 from tlora.runtime.benchmark.bench import Result
 from tlora.runtime.benchmark.linears import overhead_pct
 from tlora.runtime.benchmark.lineup import (
@@ -46,10 +47,11 @@ class Table:
 def title(result: Result) -> list[str]:
     settings, work = result.settings, result.work
     done = result.rounds.repeats
-    rounds = "1 round" if done == 1 else f"{done} rounds"
+    rounds = number_of(done, "round")
     if done < settings.repeats:
         rounds += f" of {settings.repeats}"
-    steps = "1 step" if settings.steps == 1 else f"{settings.steps} steps"
+    assert settings.steps is not None, "settings are resolved"
+    steps = number_of(settings.steps, "step")
     dtype = str(result.shape.dtype).removeprefix("torch.")
     ranks, batch = (",".join(map(str, each)) for each in (settings.ranks, settings.batch))
     return wrapped(

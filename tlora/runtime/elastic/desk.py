@@ -16,6 +16,7 @@ from typing import Protocol
 from tlora.config import load_spec
 from tlora.core.errors import SpecError, TloraError
 from tlora.core.job import JobSpec, RunSpec
+from tlora.core.wording import number_of
 from tlora.data.prepare import PreparedData
 from tlora.runtime.asking import REFUSED
 from tlora.runtime.data_lines import full_lines
@@ -107,7 +108,7 @@ class Desk:
         for request in self._leaving.pop(result.job, ()):
             if result.status == "cancelled":
                 kept = "its adapter is kept" if result.adapter else "it has not begun"
-                self._answer(request, f"cancelled after {result.steps} steps; {kept}")
+                self._answer(request, f"cancelled after {number_of(result.steps, 'step')}; {kept}")
             else:
                 self._answer(request, f"{REFUSED}{result.job} is over: {result.status}")
 

@@ -9,6 +9,7 @@ from tlora.core.errors import TloraError
 from tlora.core.job import RunSpec
 from tlora.core.plan import Plan
 from tlora.core.records import as_json
+from tlora.core.wording import number_of
 from tlora.model.loading import load_shape, resolve_device
 from tlora.model.targets import find_targets
 from tlora.parallel.sharding import check_kept_layers, layers_to_shard
@@ -30,7 +31,6 @@ from tlora.runtime.scheduled import Lead, proven
 from tlora.runtime.sinks import check_trackers
 from tlora.runtime.training import RunResult, compiling_lines, describe_run, leave_report
 from tlora.schedule.plan_check import nothing_smaller, smaller
-from tlora.schedule.planner import gpus_text
 
 GROUP_FILE = "group.json"
 
@@ -198,9 +198,8 @@ class Whole:
                 f"{cause}; {why}. The jobs are saved: the same command goes on from their last "
                 f"checkpoints, with {plan.gpus} devices again or a plan that fits"
             )
-        self.progress.say(
-            f"{cause}; the jobs go on from their checkpoints with {gpus_text(following.gpus)}"
-        )
+        left = number_of(following.gpus, "GPU")
+        self.progress.say(f"{cause}; the jobs go on from their checkpoints with {left}")
         self.plan = following
         # With the jobs that have joined since it began.
         root = self.directory.root
