@@ -13,8 +13,13 @@ from tlora.core.errors import SpecError
 def preview(
     file: JobFile,
     job: Annotated[
-        str | None,
-        typer.Option("--job", metavar="NAME", help="Only this job.", show_default="every job"),
+        list[str] | None,
+        typer.Option(
+            "--job",
+            metavar="NAME",
+            help="Only this job; may be given several times.",
+            show_default="every job",
+        ),
     ] = None,
     rows: Annotated[int, typer.Option("--rows", min=1, metavar="N", help="Rows per job.")] = 2,
     override: Overrides = None,
@@ -26,14 +31,15 @@ def preview(
 
     spec = load_spec(file, override or ())
     names = [each.name for each in spec.jobs]
-    if job is not None and job not in names:
-        raise SpecError(f"no job '{job}' in {file}; {nearest(job, names)}", field="--job")
+    for each in job or ():
+        if each not in names:
+            raise SpecError(f"no job '{each}' in {file}; {nearest(each, names)}", field="--job")
 
     from tlora.runtime.previewing import preview_job
 
     console = Console()
     for each in spec.jobs:
-        if job in (None, each.name):
+        if not job or each.name in job:
             for shown in preview_job(each, spec.base, rows):
                 console.print(Text(shown.title, style="bold"), soft_wrap=True)
                 console.print(marked(shown.pieces, plain=not console.is_terminal), soft_wrap=True)
