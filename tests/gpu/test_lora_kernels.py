@@ -101,3 +101,59 @@ def test_which_program_takes_an_item_changes_no_bit():
     first = problem.gradients(LARGE)
     second = problem.gradients(replace(LARGE, programs=0))
     assert all(torch.equal(u, v) for u, v in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_products_with_the_update_inside_match_the_reference(way: str):
+    """As the engine launches them, with several jobs in a block and tokens that end within one.
+    Twice the same bits; another number of programs gives them too; an update off by 3 % is
+    refused."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("products with the update inside are for Hopper")
+    from tlora.kernels.multi_lora import pages, triton_product
+    from tlora.kernels.multi_lora.settings import PRODUCT
+
+    tokens, depth, width = 4000, 2048, 8192
+    jobs = [
+        Segment(20 * i * i, min(tokens, 20 * (i + 1) ** 2), 70 * i, (rank,), (70 * i + 3,), 1.0)
+        for i, rank in enumerate([8, 64, 16, 32, 5, 128, 64] * 2)
+    ]
+    layout = Layout(
+        num_tokens=tokens,
+        in_features=depth if way == "forward" else width,
+        out_features=(width if way == "forward" else depth,),
+        max_segments=64,
+        max_rank=128,
+        dropout=False,
+        inside=way,
+    )
+    assert len({*pages.find(jobs, tokens, layout.inside).slot.tolist()}) >= 3
+    blocks = Blocks.new(layout, "cuda")
+    blocks.copy(jobs)
+    generator = torch.Generator("cuda").manual_seed(5)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda").bfloat16()
+
+    x, s, rows = random(tokens, depth), random(tokens, layout.s_width), random(1200, width) / 8
+    w = random(depth, width) * depth**-0.5
+    update = torch.zeros(tokens, width, device="cuda")
+    for each in jobs:
+        here, rank = slice(each.start, each.stop), each.ranks[0]
+        first = each.b_rows[0] if way == "forward" else each.a_row
+        update[here] = s[here, :rank].float() @ rows[first : first + rank].float()
+    frozen = x.float() @ w.float()
+
+    def product(tuning: Tuning) -> torch.Tensor:
+        y = torch.full((tokens, width), float("nan"), device="cuda", dtype=torch.bfloat16)
+        slots = triton_product.place(s, blocks)
+        laid = triton_product.Update(slots, rows, blocks)
+        triton_product.product(y, x, w, update=laid, tuning=tuning)
+        return y
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    found = product(PRODUCT)
+    assert errors([found.float()], [frozen + update])[0] < LIMIT
+    assert errors([found.float()], [frozen + 1.03 * update])[0] > LIMIT
+    assert torch.equal(found, product(PRODUCT))
+    assert torch.equal(found, product(replace(PRODUCT, programs=2)))
