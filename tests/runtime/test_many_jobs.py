@@ -126,7 +126,7 @@ def test_plain_lines_do_not_grow_with_every_event(ran: Ran) -> None:
     results = [line for line in lines if line.startswith("job-") and " after " not in line]
     named = [line for line in lines if line.startswith("job-") and " after " in line]
     assert len(results) == JOBS
-    assert len(named) == 1 and named[0].startswith("job-007: failed after 1 steps")
+    assert len(named) == 1 and named[0].startswith("job-007: failed after 1 step: ")
     ticks = sum(line.startswith("[") for line in lines)
     assert len(lines) - ticks <= JOBS + 25
     assert all("of 100 jobs running" in line for line in lines if line.startswith("["))
