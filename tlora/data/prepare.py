@@ -1,6 +1,7 @@
 """The entry to this package: a job's data, ready to train on."""
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -83,6 +84,12 @@ class Preparer:
         self._cache_dir = cache_dir
         self._progress = progress
         self._known: dict[tuple[object, ...], _Tokenised] = {}
+
+    def anew(self) -> "Preparer":
+        """One that looks at all data again, which may have changed, with the tokenizer of this."""
+        other = copy(self)
+        other._known = {}
+        return other
 
     def prepare(self, job: JobSpec) -> PreparedData:
         try:

@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from tlora.core.errors import AdapterError, DataError, SpecError, SpecErrors, TloraError
-from tlora.core.job import JobSpec, RunSpec
+from tlora.core.job import BaseSpec, JobSpec, RunSpec
 from tlora.data.prepare import PreparedData, Preparer
 from tlora.model.loading import load_shape, load_tokenizer
 from tlora.model.peft_format import AdapterFile, read_adapter
@@ -83,9 +83,15 @@ def context_length(config: PretrainedConfig) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
-def prepare_jobs(spec: RunSpec, *, limit: int | None) -> dict[str, PreparedData]:
+def new_preparer(base: BaseSpec) -> Preparer:
+    return Preparer(load_tokenizer(base), cache_dir=cache_directory())
+
+
+def prepare_jobs(
+    spec: RunSpec, *, limit: int | None, preparer: Preparer | None = None
+) -> dict[str, PreparedData]:
     """Every job's data, tokenised once per dataset. What is wrong is told of all jobs at once."""
-    preparer = Preparer(load_tokenizer(spec.base), cache_dir=cache_directory())
+    preparer = preparer or new_preparer(spec.base)
     prepared: dict[str, PreparedData] = {}
     problems: list[TloraError] = []
     for job in spec.jobs:

@@ -2,15 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import torch
 from transformers import PreTrainedModel
 
 from tlora.core.job import JobSpec, RunSpec
-from tlora.data.prepare import PreparedData
+from tlora.data.prepare import PreparedData, Preparer
 from tlora.model.targets import find_targets
 from tlora.runtime.budget import nano_batch_tokens
-from tlora.runtime.checking import check_targets, context_length, prepare_jobs
+from tlora.runtime.checking import check_targets, context_length, new_preparer, prepare_jobs
 
 
 def newcomers_data(
@@ -21,10 +22,15 @@ def newcomers_data(
     targets, limit = find_targets(shape), context_length(shape.config)
     parameters = shape.num_parameters()
 
+    @cache
+    def preparer() -> Preparer:
+        """Loaded once: jobs at work wait for it."""
+        return new_preparer(run.base)
+
     def prepare(jobs: tuple[JobSpec, ...]) -> dict[str, PreparedData]:
         asked = replace(run, jobs=jobs)
         check_targets(asked, targets)
-        data = prepare_jobs(asked, limit=limit)
+        data = prepare_jobs(asked, limit=limit, preparer=preparer().anew())
         # Where bits count, every row must fit the one size of nano-batches.
         nano_batch_tokens(asked, device, data, parameters)
         return data
