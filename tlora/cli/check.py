@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tlora.cli.options import JobFile, Overrides
 from tlora.cli.output import print_lines, print_table
-from tlora.core.job import JobSpec
+from tlora.core.job import JobSpec, TrainSpec
 from tlora.core.wording import number_of
 
 HEADER = ("job", "data", "r", "alpha", "targets", "lr", "schedule", "batch", "length", "train for")
@@ -28,9 +28,6 @@ def job_row(job: JobSpec) -> list[str]:
     """What most often tells jobs apart."""
     lora, train = job.lora, job.train
     targets = lora.target_modules
-    length = number_of(train.num_train_epochs, "epoch")
-    if train.max_steps:
-        length = number_of(train.max_steps, "step")
     return [
         job.name,
         short_data(job.data.paths),
@@ -41,8 +38,14 @@ def job_row(job: JobSpec) -> list[str]:
         train.lr_scheduler_type,
         str(train.batch_size),
         str(train.max_length),
-        length,
+        train_for(train),
     ]
+
+
+def train_for(train: TrainSpec) -> str:
+    if train.max_steps:
+        return number_of(train.max_steps, "step")
+    return number_of(train.num_train_epochs, "epoch")
 
 
 def short_data(paths: tuple[str, ...]) -> str:

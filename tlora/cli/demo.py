@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tlora.cli.check import train_for
 from tlora.cli.options import Overrides, named_directory
 from tlora.cli.output import print_error, print_lines, print_table
 from tlora.core.assets import DEMO
 from tlora.core.job import JobSpec
-from tlora.core.wording import number_of
 
 if TYPE_CHECKING:
     from tlora.runtime.demo import DemoResult
@@ -57,9 +57,6 @@ def job_row(job: JobSpec) -> list[str]:
     lora, train = job.lora, job.train
     targets = lora.target_modules
     names = targets if isinstance(targets, str) else ",".join(targets)
-    length = number_of(train.num_train_epochs, "epoch")
-    if train.max_steps:
-        length = number_of(train.max_steps, "step")
     return [
         job.name,
         str(lora.r),
@@ -68,7 +65,7 @@ def job_row(job: JobSpec) -> list[str]:
         f"{train.learning_rate:g}",
         train.lr_scheduler_type.replace("_with_", "+"),
         str(train.batch_size),
-        length,
+        train_for(train),
     ]
 
 

@@ -44,6 +44,13 @@ def test_a_block_has_a_page_for_each_of_its_jobs():
     assert found[0, 1] == found[0, 2] == [(8, 100, 290, 0, 8)]
 
 
+def test_a_job_that_ends_with_a_block_is_not_in_the_next():
+    found = read(pages.find([segment(0, 128, 40), segment(128, 256, 8)], TOKENS, "forward"), 2)
+    assert [page[0] for page in found[0, 0]] == [40]
+    assert [page[0] for page in found[0, 1]] == [8]
+    assert found[0, 2] == []
+
+
 def test_backward_has_the_rows_of_a():
     """One linear after the other."""
     found = read(pages.find([segment(0, 10, 40, (5, 16))], TOKENS, "backward"), 2)
