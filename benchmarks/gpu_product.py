@@ -119,7 +119,7 @@ class Inputs:
         return lambda: torch.mm(self.x, w, out=self.y)
 
     def ours(self, setting: str) -> Callable:
-        return lambda: product(self.y, self.x, self.w, tuning=SETTINGS[setting])
+        return lambda: product(self.y, [self.x], [self.w], tuning=SETTINGS[setting])
 
     def fused(self, setting: str, segments: list[Segment]) -> Callable:
         """Without what places S, which takes some microseconds."""
@@ -136,7 +136,7 @@ class Inputs:
         blocks = Blocks.new(layout, DEVICE)
         blocks.copy(segments)
         update = Update(place(self.s, blocks), self.rows, blocks)
-        return lambda: product(self.y, self.x, self.w, update=update, tuning=SETTINGS[setting])
+        return lambda: product(self.y, [self.x], [self.w], update=update, tuning=SETTINGS[setting])
 
     def expected(self) -> torch.Tensor:
         return self.x.float() @ self.w.float()

@@ -1,6 +1,5 @@
 """The same linears with the adapters' update inside the frozen products: of Y (`forward`), of dX
-(`backward`, where there is one linear and no dropout), or of those that the settings would choose
-(`inside`)."""
+(`backward`, without dropout), or of those that the settings choose (`inside`)."""
 
 from dataclasses import replace
 
@@ -36,7 +35,7 @@ class InsideGroup(Group):
         if how == "forward":
             return "forward"
         # A mask acts on dS A before the sum.
-        fits = how == "backward" and len(self.outs) == 1 and not self.case.dropout
+        fits = how == "backward" and not self.case.dropout
         return "backward" if fits else None
 
     def laid(self, how: str) -> list[torch.Tensor]:
@@ -65,5 +64,5 @@ class InsideGroup(Group):
                 blocks, self.rows, self.linears,
             )  # fmt: skip
             triton_product.input_gradient_with_update(
-                self.dx, self.dy[0], self.weights[0], ds, self.a_used, blocks
+                self.dx, self.dy, self.weights, ds, self.a_used, blocks
             )

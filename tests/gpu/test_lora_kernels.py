@@ -106,8 +106,8 @@ def test_which_program_takes_an_item_changes_no_bit():
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_products_with_the_update_inside_match_the_reference(way: str):
     """As the engine launches them, with several jobs in a block and tokens that end within one.
-    Twice the same bits; another number of programs gives them too; an update off by 3 % is
-    refused."""
+    Twice the same bits; another number of programs and other tiles give them too; an update off by
+    3 % is refused."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("products with the update inside are for Hopper")
     from tlora.kernels.multi_lora import pages, triton_product
@@ -148,7 +148,7 @@ def test_products_with_the_update_inside_match_the_reference(way: str):
         y = torch.full((tokens, width), float("nan"), device="cuda", dtype=torch.bfloat16)
         slots = triton_product.place(s, blocks)
         laid = triton_product.Update(slots, rows, blocks)
-        triton_product.product(y, x, w, update=laid, tuning=tuning)
+        triton_product.product(y, [x], [w], update=laid, tuning=tuning)
         return y
 
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -157,3 +157,4 @@ def test_products_with_the_update_inside_match_the_reference(way: str):
     assert errors([found.float()], [frozen + 1.03 * update])[0] > LIMIT
     assert torch.equal(found, product(PRODUCT))
     assert torch.equal(found, product(replace(PRODUCT, programs=2)))
+    assert torch.equal(found, product(replace(PRODUCT, features=128)))

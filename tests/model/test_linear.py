@@ -23,6 +23,7 @@ from tlora.model.pool import GroupPool
 from tlora.model.routing import Routing, Scaling
 from tlora.model.super_model import SuperModel
 from tlora.model.targets import Target, find_targets
+from tlora.runtime.benchmark.shapes import twin
 
 CPU = torch.device("cpu")
 IN, OUT = 8, {"q": 6, "k": 10}
@@ -170,13 +171,17 @@ def test_weights_of_products_with_the_update_inside_lie_turned(monkeypatch: pyte
         return "forward" if features == (32, (48, 48)) else None
 
     monkeypatch.setattr(linear, "inside_way", inside_way)
-    own, model = tiny_llama(), SuperModel(tiny_llama())
+    own = tiny_llama()
+    # Whoever shares the weights has them as they were.
+    model = SuperModel(twin(own))
     for group in model.groups:
         wide = "mlp.gate" in group.pool.targets[0].path
         assert group.pool.inside == ("forward" if wide else None)
         for target, weight in zip(group.pool.targets, group.weights, strict=True):
             assert weight.is_contiguous() != wide and weight.T.is_contiguous() == wide
-            assert torch.equal(weight, own.get_parameter(f"{target.path}.weight"))
+            shared = own.get_parameter(f"{target.path}.weight")
+            assert torch.equal(weight, shared) and shared.is_contiguous()
+            assert (weight.data_ptr() == shared.data_ptr()) != wide
     exact = SuperModel(tiny_llama(), per_sequence=True)
     assert all(weight.is_contiguous() for group in exact.groups for weight in group.weights)
     assert all(group.pool.inside is None for group in exact.groups)

@@ -172,6 +172,7 @@ def _inside(
 
 
 def _turn(linear: Linear) -> None:
-    """Let the weight lie as [in, out], as B does. To everybody else it is the same weight."""
+    """Let the weight lie as [in, out], as B does; not that of another model that shares it."""
     if isinstance(linear, nn.Linear):
-        linear.weight.data = linear.weight.data.T.contiguous().T
+        turned = linear.weight.detach().T.contiguous().T
+        linear.weight = nn.Parameter(turned, requires_grad=linear.weight.requires_grad)

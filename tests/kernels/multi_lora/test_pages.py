@@ -51,12 +51,16 @@ def test_a_job_that_ends_with_a_block_is_not_in_the_next():
     assert found[0, 2] == []
 
 
-def test_backward_has_the_rows_of_a():
+def test_backward_has_the_rows_of_a_in_one_list():
     """One linear after the other."""
-    found = read(pages.find([segment(0, 10, 40, (5, 16))], TOKENS, "backward"), 2)
-    assert found[0, 0] == [(40, 0, 10, 0, 5)]
-    assert found[1, 0] == [(45, 0, 10, 8, 16)]
+    found = read(pages.find([segment(0, 10, 40, (5, 16))], TOKENS, "backward"), 1)
+    assert found[0, 0] == [(40, 0, 10, 0, 5), (45, 0, 10, 8, 16)]
     assert found[0, 1] == []
+
+
+def test_linears_share_pages_where_rows_and_columns_follow_each_other():
+    found = read(pages.find([segment(0, 10, 40, (32, 24, 16))], TOKENS, "backward"), 1)
+    assert found[0, 0] == [(40, 0, 10, 0, 64), (104, 0, 10, 64, 8)]
 
 
 def test_ranks_beyond_a_page_have_several_and_rank_zero_none():
@@ -74,7 +78,7 @@ def test_nobody_needs_nothing():
 
 
 def test_crowds_and_far_rows_do_not_fit():
-    crowd = [segment(7 * i, 7 * i + 7, i) for i in range(17)]
+    crowd = [segment(3 * i, 3 * i + 3, i) for i in range(33)]
     assert not pages.find(crowd, TOKENS, "forward").fit
     assert pages.find(crowd[1:], TOKENS, "forward").fit
     far = replace(crowd[0], b_rows=(0, 65_536))
@@ -110,3 +114,18 @@ def test_lists_carry_the_pages_behind_them(inside: pages.Way | None):
     assert laid.first_head(0) * 4 % 8 == 0 and laid.first_head(1) * 4 % 8 == 0
     assert laid.first_page - laid.first_head(0) == 2 * pages.num_blocks(TOKENS) * pages.HEAD
     assert len(extra) < len(wanted) + COLUMNS
+
+
+@pytest.mark.parametrize(("inside", "lists"), [(None, 0), ("forward", 2), ("backward", 1)])
+def test_dx_of_all_linears_has_one_list(inside: pages.Way | None, lists: int):
+    """And no room for more: S of each takes memory."""
+    layout = Layout(
+        num_tokens=TOKENS,
+        in_features=64,
+        out_features=(64, 64),
+        max_segments=8,
+        max_rank=16,
+        inside=inside,
+    )
+    assert layout.page_lists == lists
+    assert layout.first_page - layout.first_head(0) == lists * pages.num_blocks(TOKENS) * pages.HEAD

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tlora.kernels.multi_lora import pages
-from tlora.kernels.multi_lora.settings import MEASURED, PRODUCT
+from tlora.kernels.multi_lora.settings import MEASURED, PRODUCT, Tuning
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: pip install '.[test]'")
 pytestmark = pytest.mark.skipif(
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def compiled(*, update: bool):
+def compiled(tuning: Tuning, *, num: int, update: bool):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -25,17 +25,16 @@ def compiled(*, update: bool):
     def descriptor(rows: int, columns: int) -> str:
         return f"tensordesc<bf16[{rows}, {columns}]>"
 
-    x, w = descriptor(pages.BLOCK, pages.PAGE), descriptor(pages.PAGE, PRODUCT.features)
+    x, w = descriptor(pages.BLOCK, pages.PAGE), descriptor(pages.PAGE, tuning.features)
     types = {
-        "x_desc": x,
-        "s_desc": x,
-        "w_desc": w,
-        "rows_desc": w,
-        "y_desc": descriptor(pages.BLOCK, PRODUCT.features),
+        **dict.fromkeys(("x0_desc", "x1_desc", "x2_desc", "s_desc"), x),
+        **dict.fromkeys(("w0_desc", "w1_desc", "w2_desc", "rows_desc"), w),
+        "y_desc": descriptor(pages.BLOCK, tuning.features),
         "p_table": "*i32",
     }
     constants = {
-        "BM": pages.BLOCK, "BN": PRODUCT.features, "STEP": pages.PAGE, "MOST": 32, "UPDATE": update
+        "BM": pages.BLOCK, "BN": tuning.features, "STEP": pages.PAGE, "MOST": 32, "NUM": num,
+        "UPDATE": update,
     }  # fmt: skip
     numbers = {name: (i,) for i, name in enumerate(product_kernel.arg_names)}
     source = ASTSource(
@@ -47,15 +46,15 @@ def compiled(*, update: bool):
         {numbers[name]: value for name, value in constants.items()},
         {numbers["p_table"]: [["tt.divisibility", 16]]},
     )
-    options = {"num_warps": PRODUCT.warps, "num_stages": PRODUCT.stages}
+    options = {"num_warps": tuning.warps, "num_stages": tuning.stages}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-@pytest.mark.parametrize("update", [True, False])
-def test_steps_are_loaded_ahead_whatever_they_read(update: bool, tmp_path: Path):
+@pytest.mark.parametrize(("num", "update"), [(1, True), (3, True), (1, False)])
+def test_steps_are_loaded_ahead_whatever_they_read(num: int, update: bool, tmp_path: Path):
     """By the copy engine, while the tensor cores have one product on its way; in one loop, in the
     shared memory that there is, and without spills."""
-    kernel = compiled(update=update)
+    kernel = compiled(PRODUCT, num=num, update=update)
     assert kernel.metadata.shared <= MEASURED.shared_bytes
     layouts, ptx = kernel.asm["ttgir"], kernel.asm["ptx"]
     assert layouts.count("scf.for") == 1

@@ -23,8 +23,8 @@ DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 # Measured: half precision 6e-4, bfloat16 4e-3; a scale off by 3 % gives 2e-2.
 LIMIT = 8e-3 if DEVICE == "cuda" else 2e-3
 TOKENS = 200
-FORWARD, BACKWARD = (48, (64, 64)), (72, (48,))
-"""Gate and up; down."""
+FORWARD, BACKWARD, TOGETHER = (48, (64, 64)), (72, (48,)), (72, (64, 48, 16))
+"""Gate and up; down; q, k and v."""
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ class Linears:
         if way == "forward" and turned:
             self.weights = [weight.T.contiguous().T for weight in self.weights]
         # Rows of nobody are numbers, as they are in a pool.
-        self.a = (torch.randn(400, self.num_in) / self.num_in**0.5).to(DEVICE, DTYPE)
+        self.a = (torch.randn(600, self.num_in) / self.num_in**0.5).to(DEVICE, DTYPE)
         self.b = [(torch.randn(400, out) * 0.3).to(DEVICE, DTYPE) for out in self.outs]
         self.rows = torch.arange(TOKENS, dtype=torch.int32, device=DEVICE) % 40
         self.group = Group(self.num_in, self.outs, max_rank=64, dropout=dropout > 0, inside=way)
@@ -67,7 +67,7 @@ class Linears:
         return Segment(
             start=start,
             stop=stop,
-            a_row=131 * i,
+            a_row=201 * i,
             ranks=ranks,
             b_rows=tuple(67 * i + 3 * j for j in range(len(ranks))),
             scale=1.5,
@@ -81,7 +81,7 @@ class Linears:
         x = self.x.clone().requires_grad_(needs_dx)
         a = self.a.clone().requires_grad_(True)
         grad_a, grad_b = (
-            torch.zeros(400, self.num_in, device=DEVICE),
+            torch.zeros(600, self.num_in, device=DEVICE),
             [torch.zeros(400, out, device=DEVICE) for out in self.outs],
         )
         *y, s = multi_lora(
@@ -118,11 +118,11 @@ class Linears:
 
 @pytest.fixture
 def launched(monkeypatch) -> list[int]:
-    """Products of our own that were launched: which linear each was of."""
+    """Products of our own that were launched: which list of pages each had."""
     calls, original = [], triton_product.product
 
     def product(*arguments, **options):
-        calls.append(options["update"].linear)
+        calls.append(options["update"].number)
         return original(*arguments, **options)
 
     monkeypatch.setattr(triton_product, "product", product)
@@ -137,11 +137,13 @@ def test_forward_has_the_update_inside(launched, dropout):
 
 
 @runs_kernels
-def test_backward_has_the_update_inside(launched):
-    linears = Linears(BACKWARD, "backward")
+@pytest.mark.parametrize("features", [BACKWARD, TOGETHER])
+def test_backward_has_the_update_inside(launched, features):
+    """In one product, whether of one linear or of several."""
+    linears = Linears(features, "backward")
     linears.check()
     assert launched == [0]
-    assert linears.run(needs_dx=False)[0][1] is None
+    assert linears.run(needs_dx=False)[0][len(features[1])] is None
     assert launched == [0], "nobody asks for dx"
 
 
@@ -179,7 +181,7 @@ def _with_a_bias(linears: Linears) -> Linears:
 
 def _crowded(linears: Linears) -> Linears:
     linears.segments = [
-        replace(linears.segments[0], start=7 * i, stop=7 * i + 7, a_row=16 * i) for i in range(17)
+        replace(linears.segments[0], start=3 * i, stop=3 * i + 3, a_row=16 * i) for i in range(33)
     ]
     return linears
 
@@ -200,8 +202,10 @@ def test_smaller_nano_batches_go_the_other_way(launched, monkeypatch):
 
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-SHAPES = {"inside": (128, (256, 256)), "forward": (256, (128,)), "backward": (128, (256,))}
+SHAPES = {"inside": (128, (256, 256)), "forward": (256, (128,)), "backward": (128, (256, 128))}
 """Gate and up as the settings have them; others the way that they do not."""
+
+LAUNCHES = {"inside": 2, "forward": 1, "backward": 1}
 
 
 def benchmarked(how: str):
@@ -217,7 +221,7 @@ def test_the_benchmark_has_the_update_inside(launched, how):
     """And sees pages that are not the jobs' own."""
     linears, group = benchmarked(how)
     linears.check_inside("linears", group, how)
-    assert len(launched) == len(SHAPES[how][1])
+    assert len(launched) == LAUNCHES[how]
     assert not group.grad_a.any()
     blocks = group.pages[group.way(how)]
     wrong = [replace(each, a_row=0, b_rows=(0,) * len(each.ranks)) for each in group.segments]

@@ -21,12 +21,18 @@ LIMIT = 4e-3 if DEVICE == "cuda" else 1e-3
 TUNING = Tuning(tokens=128, features=128, warps=4, stages=3, programs=1)
 TOKENS, DEPTH, WIDTH = 300, 136, 320
 RANKS = (5, 64, 16)
-LINEARS = 2
+DEPTHS = (DEPTH, 64, 72)
+"""Of the products that are summed."""
 
 
 def segment(start: int, stop: int, i: int, rank: int) -> Segment:
     """Pages meet rows of a neighbour, and begin anywhere."""
     return Segment(start, stop, 75 * i, (rank, max(0, rank - 5)), (41 * i, 43 * i + 7), scale=1.0)
+
+
+def in_eights(start: int, stop: int, i: int, ranks: tuple[int, ...]) -> Segment:
+    """Rows of all linears follow each other without a gap, and so do their columns."""
+    return Segment(start, stop, 75 * i, ranks, (0,) * len(ranks), scale=1.0)
 
 
 CASES = {
@@ -45,15 +51,17 @@ def randn(*shape: int) -> torch.Tensor:
 
 
 class Problem:
-    """Products of both linears; rows of nobody are finite, as in a pool."""
+    """Forward, a product of each of two linears; backward, one product of both. Rows of nobody are
+    finite, as in a pool."""
 
-    def __init__(self, segments: list[Segment], way: pages.Way):
+    def __init__(self, segments: list[Segment], way: pages.Way, linears: int = 2):
         torch.manual_seed(0)
-        self.segments, self.way = segments, way
+        self.segments, self.way, self.linears = segments, way, linears
+        depths = DEPTHS[:linears]
         layout = Layout(
             num_tokens=TOKENS,
-            in_features=DEPTH,
-            out_features=(WIDTH,) * LINEARS,
+            in_features=DEPTH if way == "forward" else WIDTH,
+            out_features=(WIDTH,) * linears if way == "forward" else depths,
             max_segments=32,
             max_rank=152,
             dropout=False,
@@ -61,24 +69,32 @@ class Problem:
         )
         self.blocks = Blocks.new(layout, DEVICE)
         self.blocks.copy(segments)
-        self.x, self.s = randn(TOKENS, DEPTH), randn(TOKENS, layout.s_width)
-        self.w = [randn(DEPTH, WIDTH) * DEPTH**-0.5 for _ in range(LINEARS)]
-        self.rows = [randn(75 * 16 + 300, WIDTH) * 64**-0.5 for _ in range(LINEARS)]
+        self.s = randn(TOKENS, layout.s_width)
+        self.rows = [randn(75 * pages.SLOTS + 300, WIDTH) * 64**-0.5 for _ in range(linears)]
+        if way == "backward":
+            self.rows = self.rows[:1] * linears
+            self.x = [randn(TOKENS, depth) for depth in depths]
+            self.w = [randn(depth, WIDTH) * sum(depths) ** -0.5 for depth in depths]
+        else:
+            self.x = [randn(TOKENS, DEPTH)] * linears
+            self.w = [randn(DEPTH, WIDTH) * DEPTH**-0.5 for _ in range(linears)]
 
     def run(self, tuning: Tuning = TUNING) -> list[torch.Tensor]:
         """Over outputs of NaN."""
         slots, outputs = triton_product.place(self.s, self.blocks), []
-        for i, (w, rows) in enumerate(zip(self.w, self.rows, strict=True)):
+        together = [(self.x, self.w)]
+        apart = [([x], [w]) for x, w in zip(self.x, self.w, strict=True)]
+        for i, (x, w) in enumerate(apart if self.way == "forward" else together):
             y = torch.full((TOKENS, WIDTH), torch.nan, device=DEVICE, dtype=DTYPE)
-            update = triton_product.Update(slots, rows, self.blocks, i)
-            triton_product.product(y, self.x, w, update=update, tuning=tuning)
+            update = triton_product.Update(slots, self.rows[i], self.blocks, i)
+            triton_product.product(y, x, w, update=update, tuning=tuning)
             outputs.append(y)
         return outputs
 
     def expected(self, scale: float = 1.0) -> list[torch.Tensor]:
         outputs = []
-        for linear, (w, rows) in enumerate(zip(self.w, self.rows, strict=True)):
-            y = self.x.float() @ w.float()
+        for linear, (x, w, rows) in enumerate(zip(self.x, self.w, self.rows, strict=True)):
+            y = x.float() @ w.float()
             for each in self.segments:
                 rank, first = each.ranks[linear], each.b_rows[linear]
                 if self.way == "backward":
@@ -88,7 +104,7 @@ class Problem:
                 s = self.s[here, col : col + rank].float()
                 y[here] += scale * s @ rows[first : first + rank].float()
             outputs.append(y)
-        return outputs
+        return outputs if self.way == "forward" else [sum(outputs)]
 
 
 def error(found: torch.Tensor, right: torch.Tensor) -> float:
@@ -104,6 +120,26 @@ def test_a_product_has_the_update_of_each_job(name: str, way: pages.Way):
     for linear, (found, right, twin) in enumerate(both):
         assert error(found, right) < LIMIT, linear
         assert (error(found, twin) > LIMIT) == bool(CASES[name]), linear
+
+
+@runs_kernels
+@pytest.mark.parametrize("linears", [1, 2, 3])
+def test_a_product_sums_over_the_linears_of_a_group(linears: int):
+    """Ranks that pages span, and ranks that they do not."""
+    for ranks in ((16, 24, 64), (5, 16, 9)):
+        segments = [in_eights(0, 150, 1, ranks[:linears]), in_eights(150, 290, 0, ranks[:linears])]
+        problem = Problem(segments, "backward", linears)
+        (found,), (right,), (twin,) = problem.run(), problem.expected(), problem.expected(1.03)
+        assert error(found, right) < LIMIT < error(found, twin), ranks
+
+
+@runs_kernels
+def test_a_block_may_have_as_many_jobs_as_there_are_slots():
+    crowd = [in_eights(4 * i, 4 * i + 4, i, (8,)) for i in range(pages.SLOTS)]
+    problem = Problem(crowd, "backward", 1)
+    (found,), (right,) = problem.run(), problem.expected()
+    for i in range(pages.SLOTS):
+        assert error(found[4 * i : 4 * i + 4], right[4 * i : 4 * i + 4]) < LIMIT, i
 
 
 @runs_kernels
@@ -140,5 +176,5 @@ def test_every_tile_is_written_where_the_last_wave_is_not_full(features: int):
     torch.manual_seed(0)
     x, w = randn(tokens, depth), randn(depth, width) * depth**-0.5
     y = torch.full((tokens, width), torch.nan, device=DEVICE, dtype=DTYPE)
-    triton_product.product(y, x, w, tuning=replace(TUNING, features=features))
+    triton_product.product(y, [x], [w], tuning=replace(TUNING, features=features))
     assert error(y, x.float() @ w.float()) < LIMIT

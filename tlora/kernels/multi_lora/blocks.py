@@ -164,22 +164,26 @@ class Layout:
     @property
     def num_rows(self) -> int:
         """Of the lists, and of the pages behind them."""
-        ints = pages.num_ints(self.num_tokens, self.num_linears) if self.inside else 0
+        ints = pages.num_ints(self.num_tokens, self.page_lists)
         return self._list_rows + -(-ints // COLUMNS)
 
     @property
     def _list_rows(self) -> int:
         return 1 + sum(self.capacity.values())
 
-    def first_head(self, linear: int) -> int:
-        """Where the heads of a linear's pages begin in the table, in numbers."""
+    @property
+    def page_lists(self) -> int:
+        return pages.num_lists(self.num_linears, self.inside) if self.inside else 0
+
+    def first_head(self, number: int) -> int:
+        """Where the heads of a list of pages begin in the table, in numbers."""
         blocks = pages.num_blocks(self.num_tokens)
-        return self._list_rows * COLUMNS + linear * blocks * pages.HEAD
+        return self._list_rows * COLUMNS + number * blocks * pages.HEAD
 
     @property
     def first_page(self) -> int:
-        """Where the pages themselves do, of all linears."""
-        return self.first_head(self.num_linears)
+        """Where the pages themselves do, of all lists."""
+        return self.first_head(self.page_lists)
 
     @property
     def num_counters(self) -> int:
@@ -240,7 +244,7 @@ def build_table(
     if layout.inside:
         found = found or pages.find(segments, layout.num_tokens, layout.inside)
         assert found.fit, "more pages in a block than a table holds"
-        ints = pages.table(found, layout.num_tokens, layout.num_linears)
+        ints = pages.table(found, layout.num_tokens, layout.page_lists)
         table.reshape(-1)[layout.first_head(0) :][: len(ints)] = ints
     return torch.from_numpy(table)
 

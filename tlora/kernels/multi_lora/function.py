@@ -104,7 +104,7 @@ def _triton_backward(
     if inside:
         from tlora.kernels.multi_lora import triton_product
 
-        triton_product.input_gradient_with_update(dx, dy[0], bases[0], ds, a, blocks)
+        triton_product.input_gradient_with_update(dx, dy, bases, ds, a, blocks)
     else:
         row_tiles.add_input_gradient(dx, dy, bases, tile_rows)
     return dx

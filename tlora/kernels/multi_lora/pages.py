@@ -6,7 +6,8 @@ each adapter that has tokens there, or for each PAGE rows of one. Their S lies i
 columns, side by side: what else a page holds meets zeros there. Nothing of a job depends on which
 slot it has.
 
-The table of a nano-batch is int32, for every linear of the group:
+Forward every linear has a list of its own; dX of all linears of a group is one product, with one.
+The table of a nano-batch is int32, for every list:
 
     [blocks, HEAD]      how many pages a block has, nothing, where their rows begin (16 bits each)
     [blocks, SLOTS, 4]  of each page: its tokens, from and to, its columns of S, its rank rows
@@ -30,8 +31,8 @@ BLOCK = 128
 PAGE = 64
 """Rank rows, and features of X or dY, that one step takes."""
 
-SLOTS = 16
-"""Pages that a block may have."""
+SLOTS = 32
+"""Pages that a block may have: ten jobs of rank 64 on q, k and v, or 32 small ones."""
 
 HEAD = 2 + SLOTS // 2
 MOST_ROWS = 1 << 16
@@ -41,7 +42,9 @@ MOST_ROWS = 1 << 16
 class Pages(NamedTuple):
     """Every page of every block: int64 [pages] each."""
 
-    linear: np.ndarray
+    number: np.ndarray
+    """Of its list."""
+
     block: np.ndarray
     slot: np.ndarray
     """Pages of a block are counted in the order of its tokens."""
@@ -61,8 +64,12 @@ def num_blocks(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK)
 
 
-def num_ints(num_tokens: int, num_linears: int) -> int:
-    return num_linears * num_blocks(num_tokens) * (HEAD + 4 * SLOTS)
+def num_lists(num_linears: int, way: Way) -> int:
+    return num_linears if way == "forward" else 1
+
+
+def num_ints(num_tokens: int, lists: int) -> int:
+    return lists * num_blocks(num_tokens) * (HEAD + 4 * SLOTS)
 
 
 def find(segments: list[Segment], num_tokens: int, way: Way) -> Pages:
@@ -71,41 +78,51 @@ def find(segments: list[Segment], num_tokens: int, way: Way) -> Pages:
         [piece for each in segments if each.start < each.stop for piece in _pieces(each, way)],
         dtype=np.int64,
     ).reshape(-1, 6)
-    linear, row, start, stop = pieces[:, 0], pieces[:, 1], pieces[:, 2], pieces[:, 3]
+    number, row, start, stop = pieces[:, 0], pieces[:, 1], pieces[:, 2], pieces[:, 3]
     first, last = start // BLOCK, (stop - 1) // BLOCK
     counts = last - first + 1
     owner = np.repeat(np.arange(len(pieces)), counts)
     block = first[owner] + np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
-    # Of those of the same linear and block, how many came before.
-    key = linear[owner] * num_blocks(num_tokens) + block
+    # Of those of the same list and block, how many came before.
+    key = number[owner] * num_blocks(num_tokens) + block
     together = np.argsort(key, kind="stable")
     _, firsts, sizes = np.unique(key[together], return_index=True, return_counts=True)
     slot = np.empty_like(key)
     slot[together] = np.arange(len(key)) - np.repeat(firsts, sizes)
-    return Pages(linear[owner], block, slot, row[owner], pieces[owner, 2:])
+    return Pages(number[owner], block, slot, row[owner], pieces[owner, 2:])
 
 
-def table(pages: Pages, num_tokens: int, num_linears: int) -> np.ndarray:
+def table(pages: Pages, num_tokens: int, lists: int) -> np.ndarray:
     """int32 [num_ints]."""
     blocks = num_blocks(num_tokens)
-    heads = np.zeros((num_linears, blocks, HEAD), dtype=np.int32)
+    heads = np.zeros((lists, blocks, HEAD), dtype=np.int32)
     rows = heads.view(np.uint16)[:, :, 4:]
-    places = np.zeros((num_linears, blocks, SLOTS, 4), dtype=np.int32)
-    np.add.at(heads[:, :, 0], (pages.linear, pages.block), 1)
-    rows[pages.linear, pages.block, pages.slot] = pages.first_row
-    places[pages.linear, pages.block, pages.slot] = pages.values
+    places = np.zeros((lists, blocks, SLOTS, 4), dtype=np.int32)
+    np.add.at(heads[:, :, 0], (pages.number, pages.block), 1)
+    rows[pages.number, pages.block, pages.slot] = pages.first_row
+    places[pages.number, pages.block, pages.slot] = pages.values
     return np.concatenate([heads.ravel(), places.ravel()])
 
 
 def _pieces(segment: Segment, way: Way) -> list[tuple[int, ...]]:
-    """Linear, first rank row, tokens from and to, column of S, rank rows."""
-    # As in the other lists: S columns of a linear begin at multiples of eight, rows of A lie side
-    # by side.
-    cols = accumulate((-(-rank // 8) * 8 for rank in segment.ranks), initial=0)
-    a_rows = accumulate(segment.ranks, initial=segment.a_row)
-    rows = a_rows if way == "backward" else segment.b_rows
+    """List, first rank row, tokens from and to, column of S, rank rows."""
     return [
-        (linear, row + i, segment.start, segment.stop, col + i, min(PAGE, rank - i))
-        for linear, (rank, row, col) in enumerate(zip(segment.ranks, rows, cols, strict=False))
+        (number, row + i, segment.start, segment.stop, col + i, min(PAGE, rank - i))
+        for number, row, col, rank in _runs(segment, way)
         for i in range(0, rank, PAGE)
     ]
+
+
+def _runs(segment: Segment, way: Way) -> list[tuple[int, ...]]:
+    """Rank rows that lie side by side, as their columns of S do: list, first row, first column,
+    how many."""
+    # As in the other lists: S columns of a linear begin at multiples of eight, rows of A lie side
+    # by side.
+    ranks = segment.ranks
+    cols = list(accumulate((-(-rank // 8) * 8 for rank in ranks), initial=0))[:-1]
+    if way == "forward":
+        return list(zip(range(len(ranks)), segment.b_rows, cols, ranks, strict=True))
+    if all(rank % 8 == 0 for rank in ranks):
+        return [(0, segment.a_row, 0, sum(ranks))]
+    rows = list(accumulate(ranks, initial=segment.a_row))[:-1]
+    return [(0, *run) for run in zip(rows, cols, ranks, strict=True)]

@@ -98,15 +98,15 @@ def operand_dtype(device: torch.device, weights: torch.dtype, num_linears: int) 
 
 
 def update_inside() -> bool:
-    """Whether it was asked for."""
-    return os.environ.get("TLORA_UPDATE_INSIDE") == "1"
+    """Unless it was asked not to."""
+    return os.environ.get("TLORA_UPDATE_INSIDE") != "0"
 
 
 def inside_way(
     device: torch.device, operands: torch.dtype, in_features: int, out_features: tuple[int, ...]
 ) -> Way | None:
-    """Which products of a group of linears may take the update in their own loop, where that was
-    asked for. Rows of other jobs meet zeros there, so the pool's copy must hold numbers only."""
+    """Which products of a group of linears may take the update in their own loop. Rows of other
+    jobs meet zeros there, so the pool's copy must hold numbers only."""
     half = operands in (torch.bfloat16, torch.float16)
     if not (update_inside() and half and triton_serves(device)):
         return None

@@ -6,9 +6,9 @@ must not. Warps, stages, programs and how these share a list change no bit; tune
 first three otherwise.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import product
 
 from tlora.kernels.multi_lora.pages import BLOCK, Way
 
@@ -154,16 +154,22 @@ INSIDE_TOKENS = 8192
 """Of a nano-batch whose products take the update inside: smaller ones were not compared."""
 
 
+NARROW_INPUT = 2048
+"""Up to which the products of several wide linears (gate, up) take the update. Of wider ones it is
+a small part either way, and with many jobs in a block of tokens it costs more there."""
+
+
 def inside_way(in_features: int, out_features: tuple[int, ...], device: Device) -> Way | None:
-    """Where the update would cost less inside of a group's products than in a kernel that writes Y
-    or dX: of wide outputs, one way or the other, since the frozen weight lies in one. dX of several
-    linears is several products. The product relies on what Hopper has."""
+    """Where the update costs less inside of a group's products than in a kernel that writes Y or
+    dX, if anywhere (README.md has the times): one way or the other, since the frozen weight lies in
+    one. The product relies on what Hopper has."""
     rows_are_aligned = all(features % 8 == 0 for features in (in_features, *out_features))
     if device.capability != 90 or not rows_are_aligned:
         return None
-    if min(out_features) >= in_features:
-        return "forward"
-    return "backward" if len(out_features) == 1 else None
+    if sum(out_features) <= 2 * in_features:
+        return "backward"
+    wide = len(out_features) > 1 and min(out_features) > in_features
+    return "forward" if wide and in_features <= NARROW_INPUT else None
 
 
 LEAST_FEATURES = 32
@@ -194,7 +200,7 @@ def _smaller(kernel: str, best: Tuning) -> Iterator[Tuning]:
     """`best` and then less and less: stages first, then features, then tokens."""
     # Blocks of `shrink` have the tokens that the work list says.
     tokens = [best.tokens] if kernel == "shrink" else _halves(best.tokens, 16)
-    for t, f in product(tokens, _halves(best.features, LEAST_FEATURES)):
+    for t, f in itertools.product(tokens, _halves(best.features, LEAST_FEATURES)):
         for stages in range(best.stages, min(best.stages, 2) - 1, -1):
             # The line itself where it fits, not a copy.
             smaller = replace(best, tokens=t, features=f, stages=stages)

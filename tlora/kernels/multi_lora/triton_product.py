@@ -1,10 +1,11 @@
 """Frozen products that take the adapters' update in their own loop, for Hopper.
 
-    Y = X W^T + S B     dX = dY W + dS A
+    Y = X W^T + S B     dX = dY_1 W_1 + dY_2 W_2 + dY_3 W_3 + dS A
 
-Behind the steps of its inner dimension a tile takes one for each page of rank rows that its tokens
-need (pages.py): only the tensors that a step reads differ, and a tensor descriptor is chosen like
-any number. No other kernel writes Y or dX, and nothing reads them back.
+Linears that share an input are one product of dX: one after the other in the same loop. Behind the
+steps of its inner dimension a tile takes one for each page of rank rows that its tokens need
+(pages.py): only the tensors that a step reads differ, and a tensor descriptor is chosen like any
+number. No other kernel writes Y or dX, and nothing reads them back.
 
 B and A lie in the pool as [rank rows, features], so the frozen weight has to lie as [depth,
 features] too: as it is for dX, turned for Y.
@@ -13,6 +14,7 @@ Letters: M blocks of tokens, N tiles of features, K steps of the inner dimension
 BN features, STEP of the inner dimension.
 """
 
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tlora.kernels.multi_lora import pages, settings
 from tlora.kernels.multi_lora.blocks import Blocks
 from tlora.kernels.multi_lora.settings import Tuning
-from tlora.kernels.multi_lora.triton_forward import shrunk
+from tlora.kernels.multi_lora.triton_forward import shrunk, three
 
 HEAD = tl.constexpr(pages.HEAD)
 SLOTS = tl.constexpr(pages.SLOTS)
@@ -43,14 +45,26 @@ def _tile(i_tile, num_m, num_n, wave):
     return first + i_inside % blocks, i_inside // blocks
 
 
-@triton.jit(do_not_specialize=["first_head", "first_slot", "num_m", "num_n", "num_k", "wave"])
+@triton.jit(
+    do_not_specialize=[
+        "first_head",
+        "first_slot",
+        "num_m",
+        "num_n",
+        "end_0",
+        "end_1",
+        "num_k",
+        "wave",
+    ]
+)
 def product_kernel(
-    x_desc, s_desc, w_desc, rows_desc, y_desc, p_table, first_head, first_slot,
-    num_m, num_n, num_k, wave,
+    x0_desc, x1_desc, x2_desc, s_desc, w0_desc, w1_desc, w2_desc, rows_desc, y_desc,
+    p_table, first_head, first_slot, num_m, num_n, end_0, end_1, num_k, wave,
     BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr, MOST: tl.constexpr,
-    UPDATE: tl.constexpr,
+    NUM: tl.constexpr, UPDATE: tl.constexpr,
 ):  # fmt: skip
-    """y [tokens, features] = x w + the steps of each tile's own pages. MOST: tiles of a program, or
+    """y [tokens, features] = the sum of NUM products x w + the steps of each tile's own pages.
+    end_0, end_1: steps of the first product, and of the first two. MOST: tiles of a program, or
     more."""
     p_heads = p_table + first_head
     num_tiles, programs = num_m * num_n, tl.num_programs(0)
@@ -67,6 +81,8 @@ def product_kernel(
     # Where the rows of its pages begin, four numbers in one.
     rows_0, rows_1 = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
     rows_2, rows_3 = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+    rows_4, rows_5 = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+    rows_6, rows_7 = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
     b_y = tl.zeros((BM, BN), dtype=tl.float32)
     for _ in range(tl.sum(b_steps)):
         i_k = tl.where(i_k == last, 0, i_k + 1)
@@ -80,13 +96,26 @@ def product_kernel(
                 p_rows = (p_head + 2).to(tl.pointer_type(tl.int64))
                 rows_0, rows_1 = tl.load(p_rows), tl.load(p_rows + 1)
                 rows_2, rows_3 = tl.load(p_rows + 2), tl.load(p_rows + 3)
-        x, w, at_x, at_w = x_desc, w_desc, i_k * STEP, i_k * STEP
+                rows_4, rows_5 = tl.load(p_rows + 4), tl.load(p_rows + 5)
+                rows_6, rows_7 = tl.load(p_rows + 6), tl.load(p_rows + 7)
+        x, w, begun = x0_desc, w0_desc, 0
+        if NUM > 1:  # noqa: SIM102 - known when compiled
+            if i_k >= end_0:
+                x, w, begun = x1_desc, w1_desc, end_0
+        if NUM > 2:  # noqa: SIM102
+            if i_k >= end_1:
+                x, w, begun = x2_desc, w2_desc, end_1
+        at_x = (i_k - begun) * STEP
+        at_w = at_x
         if UPDATE:
             i_page = i_k - num_k
             if i_page >= 0:
                 x, w = s_desc, rows_desc
-            first_half = tl.where(i_page < 4, rows_0, rows_1)
-            rows = tl.where(i_page < 8, first_half, tl.where(i_page < 12, rows_2, rows_3))
+            first_8 = tl.where(i_page < 4, rows_0, rows_1)
+            first_16 = tl.where(i_page < 8, first_8, tl.where(i_page < 12, rows_2, rows_3))
+            last_8 = tl.where(i_page < 28, rows_6, rows_7)
+            last_16 = tl.where(i_page < 24, tl.where(i_page < 20, rows_4, rows_5), last_8)
+            rows = tl.where(i_page < 16, first_16, last_16)
             rows >>= (i_page & 3) * 16
             at_x = tl.where(i_page < 0, at_x, (first_slot + i_page) * STEP)
             at_w = tl.where(i_page < 0, at_w, (rows & 0xFFFF).to(tl.int32))
@@ -103,7 +132,7 @@ def place_kernel(
     p_slots, p_s, p_table, first_head, first_page, T,
     W: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """S of a block's pages side by side, those of a linear together; zeros beside it."""
+    """S of a block's pages side by side, those of a list together; zeros beside it."""
     i_m, i_page, i_l = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_block = i_l * tl.num_programs(0) + i_m
     if i_page < tl.load(p_table + first_head + i_block * HEAD):
@@ -119,10 +148,10 @@ def place_kernel(
 
 
 def place(s: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """S in the slots that products read: [tokens, linears x SLOTS x PAGE], of which they read no
-    more than is written."""
+    """S in the slots that products read: [tokens, lists x SLOTS x PAGE], of which they read no more
+    than is written."""
     layout = blocks.layout
-    n = layout.num_linears
+    n = layout.page_lists
     slots = s.new_empty(len(s), n * pages.SLOTS * pages.PAGE)
     place_kernel[(pages.num_blocks(len(s)), pages.SLOTS, n)](
         slots, s, blocks.table, layout.first_head(0), layout.first_page, len(s),
@@ -141,37 +170,41 @@ class Update(NamedTuple):
     """The pool's copy of B or A: [rank rows, features]."""
 
     blocks: Blocks
-    linear: int = 0
+    number: int = 0
+    """Of its list of pages: forward, which linear."""
 
 
 def product(
     y: torch.Tensor,
-    x: torch.Tensor,
-    w: torch.Tensor,
+    xs: list[torch.Tensor],
+    ws: list[torch.Tensor],
     *,
     update: Update | None = None,
     tuning: Tuning | None = None,
 ) -> Any:
-    """y = x w for w of [depth, features], and what the adapters add. Gives what was launched."""
+    """y = the sum of x w for up to three w of [depth, features], and what the adapters add. Gives
+    what was launched."""
     tuning = tuning or settings.PRODUCT
     block, page, features = tuning.tokens, pages.PAGE, tuning.features
     assert block == pages.BLOCK, "tables have blocks of that size"
-    x_desc = TensorDescriptor.from_tensor(x, [block, page])
-    w_desc = TensorDescriptor.from_tensor(w, [page, features])
+    x_descs = [TensorDescriptor.from_tensor(x, [block, page]) for x in xs]
+    w_descs = [TensorDescriptor.from_tensor(w, [page, features]) for w in ws]
     y_desc = TensorDescriptor.from_tensor(y, [block, features])
-    s_desc, rows_desc, table, first_head, linear = x_desc, w_desc, x, 0, 0
+    s_desc, rows_desc, table, first_head, first_slot = x_descs[0], w_descs[0], y, 0, 0
     if update:
         s_desc = TensorDescriptor.from_tensor(update.slots, [block, page])
         rows_desc = TensorDescriptor.from_tensor(update.rows, [page, features])
-        table, linear = update.blocks.table, update.linear
-        first_head = update.blocks.layout.first_head(linear)
+        table, first_slot = update.blocks.table, update.number * pages.SLOTS
+        first_head = update.blocks.layout.first_head(update.number)
+    ends = list(accumulate(-(-x.shape[1] // page) for x in xs))
     num_m, num_n = pages.num_blocks(len(y)), -(-y.shape[1] // features)
     programs = min(num_m * num_n, tuning.programs * _processors(y.device))
     return product_kernel[(programs,)](
-        x_desc, s_desc, w_desc, rows_desc, y_desc, table, first_head, linear * pages.SLOTS,
-        num_m, num_n, -(-x.shape[1] // page), min(WAVE_BLOCKS, num_m),
+        *three(x_descs), s_desc, *three(w_descs), rows_desc, y_desc,
+        table, first_head, first_slot, num_m, num_n, *three(ends)[:2], ends[-1],
+        min(WAVE_BLOCKS, num_m),
         block, features, page, triton.next_power_of_2(-(-num_m * num_n // programs)),
-        update is not None,
+        len(xs), update is not None,
         num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip
 
@@ -199,17 +232,17 @@ def linears_with_update(
     s = shrunk(x, a, blocks, rows, linears) if s is None else s
     slots = place(s, blocks)
     for i, (y_l, weight, b_l) in enumerate(zip(y, weights, b, strict=True)):
-        product(y_l, x, weight.T, update=Update(slots, b_l, blocks, i))
+        product(y_l, [x], [weight.T], update=Update(slots, b_l, blocks, i))
     return s
 
 
 def input_gradient_with_update(
     dx: torch.Tensor,
-    dy: torch.Tensor,
-    weight: torch.Tensor,
+    dy: list[torch.Tensor],
+    weights: list[torch.Tensor],
     ds: torch.Tensor,
     a: torch.Tensor,
     blocks: Blocks,
 ) -> None:
-    """dx = dy W + dS A, of a group of one linear."""
-    product(dx, dy, weight, update=Update(place(ds, blocks), a, blocks))
+    """dx = the sum of dy_l W_l + dS_l A_l."""
+    product(dx, dy, weights, update=Update(place(ds, blocks), a, blocks))
