@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from support.eight_b import VOCABULARY, super_model
 
 from tlora.core.job import DataSpec, JobSpec, LoraSpec, TrainSpec
 from tlora.core.sequence import TokenSequence
@@ -31,26 +31,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
 
-VOCABULARY = 1024
 RANK = 64
 PAUSE_SECONDS = 0.05
-
-
-def super_model(layers: int = 2, *, compiled: bool = False) -> SuperModel:
-    """The linears of Llama 3 8B, with random weights."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        dtype=torch.bfloat16,
-    )
-    with torch.device("cuda"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
-    return SuperModel(model, reserve_rows=4 * RANK, compiled=compiled)
 
 
 def driver(name: str, *, rank: int = RANK, steps: int = 1_000) -> JobDriver:
@@ -67,7 +49,7 @@ def driver(name: str, *, rank: int = RANK, steps: int = 1_000) -> JobDriver:
 
 class Group:
     def __init__(self, *names: str, layers: int = 2, compiled: bool = False) -> None:
-        self.model = super_model(layers, compiled=compiled)
+        self.model = super_model(layers, compiled=compiled, reserve_rows=4 * RANK)
         self.engine = Engine(self.model, budget_tokens=1024, bucket_step=1024)
         self.drivers = {name: driver(name) for name in names}
         for each in self.drivers.values():

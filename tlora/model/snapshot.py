@@ -126,6 +126,9 @@ class InBackground:
         self._link = link
         self._slab_numel = slab_bytes // 4
         self._lanes: dict[str, Sequence[Lane]] = {}
+        self._room = threading.Lock()
+        """Several threads may bring: room that one has seen is not another's."""
+
         self._out = ThreadPoolExecutor(1, thread_name_prefix="snapshots out")
         self._in = ThreadPoolExecutor(1, thread_name_prefix="snapshots in")
 
@@ -177,18 +180,19 @@ class InBackground:
         return slabs
 
     def _allocated(self, sizes: list[int], num_bytes: int) -> list[list[torch.Tensor]] | None:
-        if not self._link.has_room(num_bytes):
-            return None
-        try:
-            slabs = []
-            for run in runs(sizes, self._slab_numel):
-                whole = torch.empty(sum(sizes[i] for i in run), device=self._link.device)
-                slabs.append(list(whole.split([sizes[i] for i in run])))
-            return slabs
-        except Exception as error:
-            if is_out_of_memory(error):
+        with self._room:
+            if not self._link.has_room(num_bytes):
                 return None
-            raise
+            try:
+                slabs = []
+                for run in runs(sizes, self._slab_numel):
+                    whole = torch.empty(sum(sizes[i] for i in run), device=self._link.device)
+                    slabs.append(list(whole.split([sizes[i] for i in run])))
+                return slabs
+            except Exception as error:
+                if is_out_of_memory(error):
+                    return None
+                raise
 
     def _of(self, way: str) -> Sequence[Lane]:
         if way not in self._lanes:

@@ -50,6 +50,18 @@ def enter_job(
     driver.attach(recorder.engine, state.weights, state=state)
 
 
+def leave_job(driver: JobDriver, found: Resumption, recorder: Recorder) -> None:
+    """The end of a job that was never attached, with the status that its driver has: what it has
+    come to is in its checkpoint. Raises JobFailed as `enter_job` does."""
+    status, reason = driver.status, driver.reason
+    checkpoint = found.checkpoint
+    if checkpoint is not None:
+        restore(driver, checkpoint, data_key=recorder.data_keys[driver.name])
+    driver.status, driver.reason = status, reason
+    recorder.resume(driver, found)
+    recorder.end_unattached(driver, checkpoint.state.weights if checkpoint else None)
+
+
 def restore(driver: JobDriver, checkpoint: Checkpoint, *, data_key: str) -> None:
     """Raises JobFailed if the data are not those that the job was saved with."""
     if checkpoint.progress["data"] != data_key:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from tlora.config import dump_spec
 from tlora.core.errors import SpecError
 from tlora.core.job import JobSpec, RunSpec
-from tlora.data.prepare import PreparedData
+from tlora.data.prepare import PreparedData, Preparer
 from tlora.runtime.data_lines import full_lines
 from tlora.runtime.directory import RunDirectory, replace_text
 from tlora.runtime.elastic.checking import newcomers_data
@@ -63,15 +63,20 @@ class Opening:
         shape: PreTrainedModel,
         device: torch.device,
         progress: Progress,
+        *,
+        preparer: Preparer | None = None,
+        in_turns: bool = False,
     ) -> Desk:
-        """Where the run is asked for more; `running` are the jobs that it has to train."""
+        """Where the run is asked for more; `running` are the jobs that it has to train. `preparer`:
+        of the run's own data. `in_turns`: it trains in this thread."""
         return Desk(
             self.root,
             self.recorded,
             running,
-            prepare=newcomers_data(self.spec, shape, device),
+            prepare=newcomers_data(self.spec, shape, device, preparer),
             say=progress.say,
             proven_ranks=proven_ranks(self.spec),
+            in_turns=in_turns,
         )
 
 

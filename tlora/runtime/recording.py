@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 
 from tlora.core.job import BaseSpec
+from tlora.model.adapters import AdapterWeights
 from tlora.model.peft_format import serving_commands
 from tlora.runtime.directory import JobResult, RunDirectory
 from tlora.runtime.job_metrics import cut_back, metrics_bytes, metrics_line, metrics_path
@@ -63,13 +64,20 @@ class Recorder:
         self._resumed: list[str] = []
         """Lines about jobs that were over before, and that go on; said when all are known."""
 
-    def start(self, drivers: list[JobDriver], tuned: ControllerSettings | None = None) -> None:
-        """`tuned` says how the size of nano-batches is, if it is."""
+    def start(
+        self,
+        drivers: list[JobDriver],
+        tuned: ControllerSettings | None = None,
+        *,
+        since: float | None = None,
+    ) -> None:
+        """`tuned` says how the size of nano-batches is, if it is; `since` when nobody trains, if
+        others wait for these jobs (`time.perf_counter`)."""
         self._started = time.perf_counter()
         self._say_each_or_all(self._kept, f"{len(self._kept)} jobs were over before")
         self._say_each_or_all(self._resumed, f"{len(self._resumed)} jobs go on where they stopped")
         for driver in drivers:
-            self._know(driver, "attached")
+            self._know(driver, "attached", since)
         if tuned is not None:
             self.directory.event("tuning", settings=asdict(tuned))
             self.progress.say(
@@ -77,30 +85,34 @@ class Recorder:
             )
         self.progress.start(drivers, self.engine.budget_tokens)
 
-    def join(self, driver: JobDriver) -> None:
+    def join(self, driver: JobDriver, *, since: float) -> None:
         """As `start`, of a job that comes while others train."""
-        self._know(driver, "joined")
+        self._know(driver, "joined", since)
         self.progress.join(driver)
 
-    def _know(self, driver: JobDriver, event: str) -> None:
+    def _know(self, driver: JobDriver, event: str, since: float | None) -> None:
         self._drivers[driver.name] = driver
-        self._last_step[driver.name] = time.perf_counter()
-        self.directory.event(
-            event, job=driver.name, step=driver.step, total_steps=driver.total_steps
-        )
         self.sinks.open(driver.name, job_settings(driver.spec), step=driver.step)
+        now = self._last_step[driver.name] = time.perf_counter()
+        paused = {} if since is None else {"paused_ms": round((now - since) * 1e3, 3)}
+        self.directory.event(
+            event, job=driver.name, step=driver.step, total_steps=driver.total_steps, **paused
+        )
 
     def keep(self, result: JobResult) -> None:
         """The job was over before this run began."""
         self.results.append(result)
         self._kept.append(over_before(result))
 
+    def forget(self, job: str) -> None:
+        """It is no longer over, whatever was said before."""
+        self.results = [each for each in self.results if each.job != job]
+
     def resume(self, driver: JobDriver, found: Resumption) -> None:
         """Cut the job's metrics back to its checkpoint, so that nothing is logged twice."""
         for damage in found.damaged:
             self.progress.say(f"{driver.name}: {damage}; going back to the one before")
-        # It is no longer over, whatever was said before.
-        self.results = [each for each in self.results if each.job != driver.name]
+        self.forget(driver.name)
         self._unrecorded.discard(driver.name)
         self._saver.forget(driver.name)
         (self.directory.job(driver.name) / "result.json").unlink(missing_ok=True)
@@ -232,6 +244,20 @@ class Recorder:
             self._saver.export_last(driver, ended)
         else:
             self._saver.after_all(driver.name, ended)
+
+    def end_unattached(self, driver: JobDriver, weights: AdapterWeights | None) -> None:
+        """As `on_end`, of a job that was never attached and comes to its end with these weights;
+        with None it has not begun."""
+        seconds = time.perf_counter() - self._started
+
+        def ended() -> None:
+            exported = weights is not None and driver.status is not Status.FAILED
+            self._ended(driver, f"{driver.name}/adapter" if exported else None, seconds)
+
+        if weights is None:
+            self._saver.after_all(driver.name, ended)
+        else:
+            self._saver.export_unattached(driver, weights, ended)
 
     def _ended(self, driver: JobDriver, adapter: str | None, seconds: float) -> None:
         serving = []

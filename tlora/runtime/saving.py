@@ -14,7 +14,7 @@ from tlora.model.adapters import AdapterWeights
 from tlora.model.job_rows import of_weights
 from tlora.model.snapshot import Snapshot
 from tlora.runtime.directory import RunDirectory
-from tlora.runtime.exporting import begin_export, copy
+from tlora.runtime.exporting import begin_export, copy, export_matrices
 from tlora.runtime.writing import Order, Writer
 from tlora.training.checkpoint import Checkpoint, prune, save_checkpoint
 from tlora.training.driver import JobDriver, Status
@@ -83,6 +83,17 @@ class Saver:
         self._writer.make_room()
         weights = self._engine.super_model.snapshot(driver.name, of_weights)
         self._export(driver, weights, "adapter", then)
+
+    def export_unattached(
+        self, driver: JobDriver, weights: AdapterWeights, then: Callable[[], None]
+    ) -> None:
+        """Matrices of a checkpoint, as the adapter at the end of a job that is not attached."""
+        targets = self._engine.super_model.targets
+
+        def write(to: Path) -> None:
+            export_matrices(to, weights, driver.spec, self._base, targets)
+
+        self._write(driver, "adapter", write, 0, then)
 
     def after_all(self, job: str, then: Callable[[], None]) -> None:
         """Once everything that was handed over before is on disk."""

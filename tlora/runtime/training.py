@@ -17,7 +17,7 @@ from tlora.model.loading import load_base, load_shape, resolve_device
 from tlora.model.super_model import SuperModel
 from tlora.model.targets import find_targets
 from tlora.runtime.budget import nano_batch_tokens, room_for_tokens, tuning
-from tlora.runtime.checking import check_targets, context_length, prepare_jobs
+from tlora.runtime.checking import check_targets, context_length, new_preparer, prepare_jobs
 from tlora.runtime.data_lines import start_lines
 from tlora.runtime.directory import JobResult, RunDirectory
 from tlora.runtime.elastic.desk import Desk
@@ -79,7 +79,8 @@ def _train(opening: Opening, device: torch.device, progress: Progress) -> RunRes
     spec, directory = opening.spec, opening.directory
     shape = load_shape(spec.base)
     check_targets(spec, find_targets(shape))
-    data = prepare_jobs(spec, limit=context_length(shape.config))
+    preparer = new_preparer(spec.base)
+    data = prepare_jobs(spec, limit=context_length(shape.config), preparer=preparer)
     budget = nano_batch_tokens(spec, device, data, shape.num_parameters())
     progress.say(*start_lines(spec.jobs, data, directory.root / "data.txt"))
     progress.say(*compiling_lines(spec.engine, device))
@@ -109,7 +110,9 @@ def _train(opening: Opening, device: torch.device, progress: Progress) -> RunRes
         drivers = enter_jobs(spec, data, starts, recorder)
         recorder.start(drivers, tuned)
         floor = OneDevice(recorder, drivers)
-        desk = opening.desk(floor.drivers, shape, device, progress)
+        desk = opening.desk(
+            floor.drivers, shape, device, progress, preparer=preparer, in_turns=True
+        )
         recorder.on_result = desk.ended
         with interruptible(on_first=progress.on_interrupt) as interrupt:
             try:
@@ -118,6 +121,8 @@ def _train(opening: Opening, device: torch.device, progress: Progress) -> RunRes
                 recorder.rescue(list(floor.drivers.values()))
                 raise
         recorder.save(unfinished)
+        left_lines = _left_lines(floor, desk)
+        progress.say(*left_lines)
     finally:
         recorder.close()
         if desk is not None:
@@ -125,7 +130,19 @@ def _train(opening: Opening, device: torch.device, progress: Progress) -> RunRes
     leave_report(directory.root, progress)
     progress.finish(recorder.results, directory.root)
     results = {result.job: result for result in recorder.results}
-    return RunResult(directory.root, results, interrupted=bool(unfinished))
+    return RunResult(directory.root, results, interrupted=bool(unfinished or left_lines))
+
+
+def _left_lines(floor: OneDevice, desk: Desk) -> list[str]:
+    """What a run that was stopped says of jobs that did not get in."""
+    cancelled = floor.arrivals.dismissed
+    lines = [
+        f"{name}: {'is cancelled' if name in cancelled else 'comes in'} when the run goes on"
+        for name in floor.arrivals.names
+    ]
+    if desk.is_preparing:
+        lines.append("what was asked last is done when the run goes on")
+    return lines
 
 
 def leave_report(root: Path, progress: Progress) -> None:

@@ -2,11 +2,13 @@
 
 import json
 import sqlite3
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.arriving import PATIENCE_S
 from support.asking import answers, put, submission
 from support.runs import job_file, write_rows
 
@@ -46,13 +48,13 @@ class Prepared:
             return ["no rows"]
 
 
-def opened(root: Path, run: RunSpec, running: str, prepare=None) -> Desk:
+def opened(root: Path, run: RunSpec, running: str, prepare=None, *, in_turns=False) -> Desk:
     root.mkdir(exist_ok=True)
     if not (root / "run.json").exists():
         (root / "resolved.yaml").write_text(dump_spec(run))
         (root / "run.json").write_text(json.dumps({"jobs": [job.name for job in run.jobs]}))
     found: Any = prepare or (lambda jobs: {job.name: Prepared for job in jobs})
-    return Desk(root, run, running, prepare=found, say=lambda *lines: None)
+    return Desk(root, run, running, prepare=found, say=lambda *lines: None, in_turns=in_turns)
 
 
 def ended(root: Path, desk: Desk, job: str, status: str) -> None:
@@ -157,3 +159,39 @@ def test_the_store_is_looked_at_no_more_than_once_a_second(
         now[0] += 0.025
     assert len(looks) == 3
     desk.close()
+
+
+def test_data_are_prepared_while_whoever_serves_does_something_else(
+    spec: RunSpec, tmp_path: Path
+) -> None:
+    """What is asked after that waits for its turn; data that are wrong are answered then."""
+    root, floor, ready = tmp_path / "run", Floor(), threading.Event()
+
+    def prepare(jobs) -> dict:
+        assert ready.wait(PATIENCE_S)
+        if jobs[0].name == "c":
+            raise DataError("no rows", job="c")
+        return {job.name: Prepared for job in jobs}
+
+    one = replace(spec, jobs=spec.jobs[:1])
+    desk = opened(root, one, "a", prepare, in_turns=True)
+    put(
+        root,
+        ("submit", "", submission(replace(spec, jobs=spec.jobs[1:2]))),
+        ("cancel", "b", {}),
+        ("submit", "", submission(replace(spec, jobs=spec.jobs[2:]))),
+    )
+    desk.serve(floor)
+    desk.wait(0.01)
+    assert desk.is_preparing and not desk.is_asked(now=True)
+    desk.serve(floor, now=True)
+    assert floor.done == [] and answers(root) == [None] * 3 and desk.running == {"a"}
+    ready.set()
+    desk.wait(PATIENCE_S)
+    assert desk.is_asked()
+    desk.serve(floor)
+    assert floor.done == [("admit", "b"), ("dismiss", "b")]
+    desk.wait(PATIENCE_S)
+    desk.serve(floor)
+    assert not desk.is_preparing and desk.running == {"a", "b"}
+    assert answers(root) == ["at work: b", None, "error: job 'c': no rows"]

@@ -11,6 +11,7 @@ from support.runs import job_file
 
 import tlora
 from tlora.core.job import RunSpec
+from tlora.runtime.elastic.one_device import OneDevice
 from tlora.runtime.progress import ProgressLines
 
 STEPS = 16
@@ -70,8 +71,13 @@ def test_a_submitted_job_trains_as_alone_and_is_kept(
     assert [each["job"] for each in events if each["kind"] == "joined"] == ["late"]
 
 
+@pytest.mark.parametrize("answered", [False, True])
 def test_a_run_that_was_killed_goes_on_with_what_was_submitted(
-    spec: RunSpec, together: Path, tmp_path: Path
+    spec: RunSpec,
+    together: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    answered: bool,
 ) -> None:
     """The same command with the same file; whether the end came before the answer or after."""
     output = tmp_path / "run"
@@ -79,14 +85,14 @@ def test_a_run_that_was_killed_goes_on_with_what_was_submitted(
     class Killed(BaseException):
         """As SIGKILL: nothing is saved on the way out."""
 
-    class Killing(Asking):
-        def join(self, driver) -> None:
-            raise Killed
+    def kill(*_, **__) -> None:
+        raise Killed
 
-    view = Killing(output, {("plain", 5): [("submit", "", submission(later(spec)))]})
-    with pytest.raises(Killed):
+    view = Asking(output, {("plain", 5): [("submit", "", submission(later(spec)))]})
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(view, "join", kill) if answered else patch.setattr(OneDevice, "admit", kill)
         tlora.train(first(spec), output=output, progress=view)
-    assert answers(output) == [None]
+    assert answers(output) == ["at work: late" if answered else None]
     result = tlora.train(first(spec), output=output, progress=ProgressLines())
     assert set(result.jobs) == set(JOBS) and not result.failed
     assert answers(output) == ["at work: late"]

@@ -1,6 +1,7 @@
 """Jobs join and leave a group of ranks, or workers on several devices, and everybody trains as
 alone."""
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -96,6 +97,12 @@ def same_losses(output: Path, together: Path, job: str, steps: int) -> None:
     assert ours == pytest.approx(theirs[:steps], rel=ROUNDING), job
 
 
+def events(root: Path) -> list[dict]:
+    """About jobs."""
+    lines = map(json.loads, (root / "events.jsonl").read_text().splitlines())
+    return [each for each in lines if "job" in each]
+
+
 def test_jobs_come_and_go_in_a_group_that_loses_a_rank(
     spec: RunSpec, together: Path, tmp_path: Path
 ) -> None:
@@ -118,6 +125,10 @@ def test_jobs_come_and_go_in_a_group_that_loses_a_rank(
         assert same_end(tmp_path, together, job), job
     assert 0 < left.steps < STEPS["wide"] and left.adapter is not None
     assert curves(tmp_path, "wide") == curves(together, "wide")[: left.steps]
+    joined = [
+        each for each in events(tmp_path) if (each["kind"], each["job"]) == ("joined", "late")
+    ]
+    assert joined and all(each["paused_ms"] > 0 for each in joined)
 
 
 def test_jobs_that_span_ranks_come_and_go_on_all_of_them_at_once(

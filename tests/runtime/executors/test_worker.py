@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from safetensors.torch import load_file
+from support.arriving import PATIENCE_S
 
 from tlora.config import dump_spec
 from tlora.runtime import saving
@@ -36,6 +37,15 @@ def new_worker(root: Path, *, asks: bool = False) -> tuple[Worker, list[Message]
     return Worker(WorkerSettings(root, "cpu", asks=asks), told.append), told
 
 
+def attach(worker: Worker, *jobs: str, weight: float = 1.0, bucket: int = BUCKET) -> None:
+    """And wait until they are there, or cannot be."""
+    for job in jobs:
+        worker.obey(Attach(job, weight, bucket))
+    while worker.arrivals:
+        worker.arrivals.wait(PATIENCE_S)
+        worker.work(lambda: True)
+
+
 def adapter(root: Path, job: str) -> dict:
     return load_file(root / job / "adapter" / "adapter_model.safetensors")
 
@@ -48,14 +58,13 @@ def test_a_job_that_moves_between_workers_trains_as_one_that_stays(new_run, tmp_
     train(spec, output=stayed)
     first, told = new_worker(root)
     second, told_second = new_worker(root)
-    for job in ("a", "b"):
-        first.obey(Attach(job, 1.0, BUCKET))
-    second.obey(Attach("c", 1.0, 64))
+    attach(first, "a", "b")
+    attach(second, "c", bucket=64)
     first.work(lambda: sum(isinstance(each, Stepped) for each in told) >= 4)
     first.obey(Detach("a"))
     [gone] = [each for each in told if isinstance(each, Detached)]
     assert gone.step == max(each.step for each in told if isinstance(each, Stepped))
-    second.obey(Attach("a", 2.0, 64))
+    attach(second, "a", weight=2.0, bucket=64)
     [come] = [each for each in told_second if isinstance(each, Attached) and each.job == "a"]
     assert come.step == gone.step
     for worker in (first, second):
@@ -86,14 +95,13 @@ def test_a_job_that_is_over_or_cannot_come_says_so(new_run) -> None:
     spec, root = new_run("a", "b", "late")
     worker, told = new_worker(root)
     Path(spec.jobs[1].data.paths[0]).write_text("{}\n")
-    for job in ("a", "b"):
-        worker.obey(Attach(job, 1.0, BUCKET))
+    attach(worker, "a", "b")
     [failed] = [each for each in told if isinstance(each, Ended)]
     assert (failed.job, failed.result["status"]) == ("b", "failed")
     worker.work(lambda: False)
     worker.obey(Detach("a"))
     assert told[-1] == Detached("a", None, 0.0)
-    worker.obey(Attach("a", 1.0, BUCKET))
+    attach(worker, "a")
     assert isinstance(told[-1], Ended)
     assert told[-1].result["status"] == "completed"
     assert json.loads((root / "b" / "result.json").read_text())["status"] == "failed"
@@ -106,7 +114,7 @@ def test_a_trial_that_was_saved_after_its_question_asks_again(new_run) -> None:
     held_out = replace(spec.jobs[0], eval=replace(spec.jobs[0].eval, split=2, steps=2))
     (root / "resolved.yaml").write_text(dump_spec(replace(spec, jobs=(held_out,))))
     worker, told = new_worker(root, asks=True)
-    worker.obey(Attach("a", 1.0, BUCKET))
+    attach(worker, "a")
     worker.work(lambda: False)
     worker.obey(GoOn("a"))
     worker.work(lambda: False)
@@ -116,7 +124,7 @@ def test_a_trial_that_was_saved_after_its_question_asks_again(new_run) -> None:
     worker.obey(Stop())
 
     again, told = new_worker(root, asks=True)
-    again.obey(Attach("a", 1.0, BUCKET))
+    attach(again, "a")
     assert told[-1] == first and not again.has_work
     again.obey(GoOn("a"))
     again.work(lambda: False)
@@ -133,8 +141,7 @@ def test_a_job_that_cannot_be_saved_does_not_leave(new_run, monkeypatch) -> None
 
     _, root = new_run("a", "b", max_steps=6)
     worker, told = new_worker(root)
-    for job in ("a", "b"):
-        worker.obey(Attach(job, 1.0, BUCKET))
+    attach(worker, "a", "b")
     worker.work(lambda: sum(isinstance(each, Stepped) for each in told) >= 4)
     with monkeypatch.context() as patch:
         patch.setattr(saving, "save_checkpoint", full)
@@ -145,8 +152,7 @@ def test_a_job_that_cannot_be_saved_does_not_leave(new_run, monkeypatch) -> None
     ended = {each.job: each.result for each in told if isinstance(each, Ended)}
     assert {job: result["status"] for job, result in ended.items()} == dict.fromkeys("ab", "paused")
     assert all("No space left on device" in result["reason"] for result in ended.values())
-    for job in "ab":
-        worker.obey(Attach(job, 1.0, BUCKET))
+    attach(worker, "a", "b")
     worker.work(lambda: False)
     ended = {each.job: each.result for each in told if isinstance(each, Ended)}
     assert {result["status"] for result in ended.values()} == {"completed"}
@@ -160,11 +166,11 @@ def test_a_job_that_cannot_come_takes_nobody_with_it_on_a_full_disk(new_run, mon
 
     spec, root = new_run("a", "b")
     worker, told = new_worker(root)
-    worker.obey(Attach("a", 1.0, BUCKET))
+    attach(worker, "a")
     Path(spec.jobs[1].data.paths[0]).write_text("{}\n")
     with monkeypatch.context() as patch:
         patch.setattr(worker.directory, "write_result", full)
-        worker.obey(Attach("b", 1.0, BUCKET))
+        attach(worker, "b")
     assert isinstance(told[-1], Ended) and told[-1].job == "b"
     worker.work(lambda: False)
     assert {each.job for each in told if isinstance(each, Ended)} == {"a", "b"}
@@ -174,8 +180,7 @@ def test_weights_and_sizes_change_while_jobs_train(new_run) -> None:
     """A job with more weight gets more of each nano-batch."""
     _, root = new_run("a", "b", max_steps=200, batch_size=8)
     worker, told = new_worker(root)
-    for job in ("a", "b"):
-        worker.obey(Attach(job, 1.0, 64))
+    attach(worker, "a", "b", bucket=64)
     worker.obey(Tune(32, {"a": 4.0, "b": 1.0, "nobody": 1.0}))
     assert worker.engine.budget_tokens == 32
     worker.work(lambda: sum(isinstance(each, Stepped) for each in told) >= 20)
@@ -187,5 +192,5 @@ def test_commands_and_messages_survive_json() -> None:
     """Pipes carry nothing else."""
     commands = [Attach("a", 0.1, 64), Detach("a"), Tune(32, {"a": 1.5}), Stop()]
     assert commands_of(encoded(commands)) == commands
-    messages = [Ready(0.5), Attached("a", 3, 0.1), Detached("a", None, 0.0)]
+    messages = [Ready(0.5), Attached("a", 3, 0.1, 0.4), Detached("a", None, 0.0)]
     assert messages_of(encoded(messages)) == messages

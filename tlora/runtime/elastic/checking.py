@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 
 import torch
 from transformers import PreTrainedModel
@@ -15,22 +14,20 @@ from tlora.runtime.checking import check_targets, context_length, new_preparer, 
 
 
 def newcomers_data(
-    run: RunSpec, shape: PreTrainedModel, device: torch.device
+    run: RunSpec, shape: PreTrainedModel, device: torch.device, preparer: Preparer | None = None
 ) -> Callable[[tuple[JobSpec, ...]], dict[str, PreparedData]]:
     """What gives the data of such jobs, or raises what is wrong with them. Whoever submits them has
-    made their tokens before, so that a run finds them in the cache."""
+    made their tokens before, so that a run finds them in the cache. Without a `preparer` there is
+    one from the first time on: jobs at work wait for it."""
     targets, limit = find_targets(shape), context_length(shape.config)
     parameters = shape.num_parameters()
 
-    @cache
-    def preparer() -> Preparer:
-        """Loaded once: jobs at work wait for it."""
-        return new_preparer(run.base)
-
     def prepare(jobs: tuple[JobSpec, ...]) -> dict[str, PreparedData]:
+        nonlocal preparer
         asked = replace(run, jobs=jobs)
         check_targets(asked, targets)
-        data = prepare_jobs(asked, limit=limit, preparer=preparer().anew())
+        preparer = preparer or new_preparer(run.base)
+        data = prepare_jobs(asked, limit=limit, preparer=preparer.anew())
         # Where bits count, every row must fit the one size of nano-batches.
         nano_batch_tokens(asked, device, data, parameters)
         return data

@@ -9,7 +9,9 @@ and does it again, to the same end. A store that cannot be read stops no job.
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future, wait
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +21,7 @@ from tlora.core.job import JobSpec, RunSpec
 from tlora.core.wording import number_of
 from tlora.data.prepare import PreparedData
 from tlora.runtime.asking import REFUSED
+from tlora.runtime.background import in_background
 from tlora.runtime.data_lines import full_lines
 from tlora.runtime.directory import JobResult
 from tlora.runtime.elastic.roll import check_proven, enrol, newcomers
@@ -49,6 +52,16 @@ Prepare = Callable[[tuple[JobSpec, ...]], dict[str, PreparedData]]
 """The data of new jobs, checked. Raises what is wrong with them."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Preparing:
+    """Data of jobs that a request is about."""
+
+    request: Request
+    data: Future[dict[str, PreparedData]]
+    then: Callable[[dict[str, PreparedData]], str]
+    """Takes the jobs in; what is answered."""
+
+
 class Desk:
     def __init__(
         self,
@@ -59,9 +72,11 @@ class Desk:
         prepare: Prepare,
         say: Callable[..., None],
         proven_ranks: Collection[int] | None = None,
+        in_turns: bool = False,
     ) -> None:
         """`run` has every job that is on record, `running` those that train now. `proven_ranks`:
-        of exact isolation."""
+        of exact isolation. `in_turns`: whoever serves here trains between its turns, and data are
+        prepared meanwhile; what is asked after that waits."""
         self.root = root
         self.run = run
         self.running = set(running)
@@ -79,27 +94,53 @@ class Desk:
         self._put_off: dict[str, list[Request]] = {}
         """Until the job has left."""
 
+        self._in_turns = in_turns
+        self._preparing: _Preparing | None = None
         self._requests: Requests | None = None
         try:
             self._requests = Requests(root / "state.sqlite")
         except (SpecError, OSError) as error:
             say(f"nothing can be asked of this run from elsewhere: {error}")
 
+    @property
+    def is_preparing(self) -> bool:
+        """Data of jobs that are about to be taken in."""
+        return self._preparing is not None
+
+    def wait(self, timeout_s: float) -> None:
+        """For what it is preparing, and no longer than so."""
+        if self._preparing is not None:
+            wait([self._preparing.data], timeout=timeout_s)
+
     def is_asked(self, *, now: bool = False) -> bool:
         """Somebody waits; looked for once a second, or `now`."""
+        if self._preparing is not None:
+            return self._preparing.data.done()
         return bool(self._open(now=now))
 
     def serve(self, floor: Floor, *, now: bool = False) -> None:
+        if self._preparing is not None:
+            prepared = self._preparing
+            if not prepared.data.done():
+                return
+            self._preparing = None
+            self._carry_out(prepared.request, lambda: prepared.then(_data_of(prepared)))
         for request in self._open(now=now):
             self._served.add(request.number)
-            try:
-                said = self._serve(request, floor)
-            except TloraError as error:
-                said = f"{REFUSED}{error}"
-            except OSError as error:
-                said = f"{REFUSED}{self.root}: {error.strerror or error}"
-            if said is not None:
-                self._answer(request, said)
+            self._carry_out(request, lambda request=request: self._serve(request, floor))
+            if self._preparing is not None:
+                # Whatever comes next may be about these jobs.
+                return
+
+    def _carry_out(self, request: Request, act: Callable[[], str | None]) -> None:
+        try:
+            said = act()
+        except TloraError as error:
+            said = f"{REFUSED}{error}"
+        except OSError as error:
+            said = f"{REFUSED}{self.root}: {error.strerror or error}"
+        if said is not None:
+            self._answer(request, said)
 
     def ended(self, result: JobResult) -> None:
         """A job has, and its files are on disk."""
@@ -151,7 +192,7 @@ class Desk:
         """The answer; None if it comes when the job has ended."""
         match request.kind:
             case "submit":
-                return self._submit(load_spec(request.body), floor)
+                return self._submit(load_spec(request.body), request, floor)
             case "cancel":
                 return self._cancel(self._job(request.trial), request, floor)
             case "resume":
@@ -159,7 +200,7 @@ class Desk:
             case other:
                 raise SpecError(f"'{other}' is nothing that a run can be asked")
 
-    def _submit(self, asked: RunSpec, floor: Floor) -> str:
+    def _submit(self, asked: RunSpec, request: Request, floor: Floor) -> str | None:
         new = newcomers(self.run, asked, root=self.root)
         # One that is on record may have been left out of the file, or its process have ended just
         # before it could answer.
@@ -169,17 +210,37 @@ class Desk:
             if job not in new and job.name not in self.running and self._result(job.name) is None
         ]
         jobs = (*new, *left)
-        if jobs:
-            self._admit(jobs, floor)
-        names = [job.name for job in asked.jobs if job.name in self.running]
-        if not names:
-            return "nothing to do: all of these jobs are over"
-        return f"at work: {', '.join(names)}"
 
-    def _admit(self, jobs: tuple[JobSpec, ...], floor: Floor) -> None:
+        def admit(data: dict[str, PreparedData]) -> str:
+            self._admit(jobs, data, floor)
+            return at_work()
+
+        def at_work() -> str:
+            names = [job.name for job in asked.jobs if job.name in self.running]
+            if not names:
+                return "nothing to do: all of these jobs are over"
+            return f"at work: {', '.join(names)}"
+
+        return self._with_data(jobs, request, admit) if jobs else at_work()
+
+    def _with_data(
+        self,
+        jobs: tuple[JobSpec, ...],
+        request: Request,
+        then: Callable[[dict[str, PreparedData]], str],
+    ) -> str | None:
+        """What `then` says, now or when the data are there."""
         if self._proven_ranks is not None:
             check_proven(jobs, self._proven_ranks)
-        data = self._prepare(jobs)
+        if not self._in_turns:
+            return then(self._prepare(jobs))
+        data = in_background(lambda: self._prepare(jobs), "data of newcomers")
+        self._preparing = _Preparing(request, data, then)
+        return None
+
+    def _admit(
+        self, jobs: tuple[JobSpec, ...], data: dict[str, PreparedData], floor: Floor
+    ) -> None:
         self.run = enrol(self.root, self.run, jobs)
         # A record for people; no job depends on it.
         with suppress(OSError), (self.root / "data.txt").open("a", encoding="utf-8") as file:
@@ -218,8 +279,12 @@ class Desk:
         result = self._result(job.name)
         if result is not None and result.status not in AGAIN:
             raise SpecError(f"{job.name} is over: {result.status}")
-        self._admit((job,), floor)
-        return f"goes on after step {result.steps}" if result is not None else "at work"
+
+        def admit(data: dict[str, PreparedData]) -> str:
+            self._admit((job,), data, floor)
+            return f"goes on after step {result.steps}" if result is not None else "at work"
+
+        return self._with_data((job,), request, admit)
 
     def _job(self, name: str) -> JobSpec:
         for job in self.run.jobs:
@@ -229,3 +294,13 @@ class Desk:
 
     def _result(self, name: str) -> JobResult | None:
         return read_result(self.root / name / "result.json")
+
+
+def _data_of(prepared: _Preparing) -> dict[str, PreparedData]:
+    """What went wrong with them is the matter of who asked, whatever it is; the run goes on."""
+    try:
+        return prepared.data.result()
+    except (TloraError, OSError):
+        raise
+    except Exception as error:
+        raise SpecError(f"data cannot be prepared: {type(error).__name__}: {error}") from error

@@ -1,17 +1,21 @@
 """A run in this process that jobs join and leave between nano-batches."""
 
+import time
 from collections.abc import Callable, Iterable
 
 from tlora.core.errors import JobFailed, TloraError
 from tlora.core.job import JobSpec
 from tlora.data.prepare import PreparedData
 from tlora.model.memory import is_out_of_memory
+from tlora.runtime.arriving import Arrival, Arrivals
 from tlora.runtime.elastic.desk import CANCELLED, Desk
-from tlora.runtime.entering import adapter_start, enter_job
+from tlora.runtime.entering import enter_job, leave_job
 from tlora.runtime.recording import Recorder
-from tlora.runtime.resuming import resumption
 from tlora.training.driver import JobDriver, Status
 from tlora.training.loop import run_jobs
+
+WAIT_S = 0.1
+"""For jobs on their way, where nobody trains: a wish to stop goes unseen no longer."""
 
 
 class OneDevice:
@@ -20,47 +24,46 @@ class OneDevice:
     def __init__(self, recorder: Recorder, drivers: Iterable[JobDriver]) -> None:
         self.recorder = recorder
         self.drivers = {driver.name: driver for driver in drivers}
+        self.arrivals = Arrivals()
 
     def run(self, desk: Desk, should_stop: Callable[[], bool]) -> list[JobDriver]:
         """Until every job is over and nobody asks for more; those that are left when it should stop
-        before."""
-        engine, recorder = self.recorder.engine, self.recorder
+        before. Who is on its way then comes in when the run goes on, if it was not cancelled."""
         while not should_stop():
-            desk.serve(self, now=not self.drivers)
-            if not self.drivers:
-                break
-            left = run_jobs(
-                engine,
-                list(self.drivers.values()),
-                recorder,
-                should_stop=lambda: should_stop() or desk.is_asked(),
-            )
-            self.drivers = {driver.name: driver for driver in left}
+            arrival = self.arrivals.take()
+            if arrival is not None:
+                self._enter(arrival)
+            desk.serve(self, now=not self.drivers and not self.arrivals)
+            if self.drivers:
+                self._train(desk, should_stop)
+            elif self.arrivals:
+                self.arrivals.wait(WAIT_S)
+                self.recorder.settle()
+            elif desk.is_preparing:
+                desk.wait(WAIT_S)
+                self.recorder.settle()
+            else:
+                # Ends are told when their files are on disk, and what was put off until then is
+                # asked again.
+                self.recorder.save([])
+                if not desk.is_asked(now=True):
+                    break
+        for arrival in self.arrivals.take_dismissed():
+            self._enter(arrival)
         return list(self.drivers.values())
 
     def admit(self, job: JobSpec, data: PreparedData) -> None:
-        recorder, engine = self.recorder, self.recorder.engine
+        recorder = self.recorder
+        recorder.forget(job.name)
         recorder.data_keys[job.name] = data.key
-        driver = JobDriver(job, data.train, data.evaluation)
-        found = resumption(recorder.directory, job)
-        try:
-            new = found.checkpoint is None
-            start = adapter_start(job, engine.super_model) if new else {}
-            enter_job(driver, found, start, recorder)
-        except (TloraError, OSError, ValueError, RuntimeError, MemoryError) as error:
-            # It cannot be here, and nobody else is touched by it.
-            if job.name in engine.jobs:
-                engine.detach(job.name)
-            what = "out of memory: " if is_out_of_memory(error) else ""
-            message = error.message if isinstance(error, JobFailed) else f"{what}{error}"
-            driver.on_failure(JobFailed(message, job=job.name))
-            recorder.on_end(driver)
-            return
-        recorder.join(driver)
-        self.drivers[job.name] = driver
+        model = recorder.engine.super_model
+        self.arrivals.add(Arrival(job, recorder.directory, model, data))
 
     def dismiss(self, job: str) -> None:
         """With its state, so that it can go on from here."""
+        if job in self.arrivals:
+            self.arrivals.of(job).dismiss(Status.CANCELLED, CANCELLED)
+            return
         driver = self.drivers.pop(job, None)
         if driver is None:
             # It has come to its end, which is told when its files are on disk.
@@ -69,3 +72,37 @@ class OneDevice:
         self.recorder.checkpoint(driver)
         self.recorder.on_end(driver)
         self.recorder.engine.detach(job)
+
+    def _train(self, desk: Desk, should_stop: Callable[[], bool]) -> None:
+        one_comes = self.arrivals.after_a_nano_batch()
+        left = run_jobs(
+            self.recorder.engine,
+            list(self.drivers.values()),
+            self.recorder,
+            should_stop=lambda: should_stop() or desk.is_asked() or one_comes(),
+        )
+        self.drivers = {driver.name: driver for driver in left}
+
+    def _enter(self, arrival: Arrival) -> None:
+        since = time.perf_counter()
+        recorder, engine, data = self.recorder, self.recorder.engine, arrival.data
+        assert data is not None, f"{arrival.name} was admitted with its data"
+        driver = JobDriver(arrival.job, data.train, data.evaluation)
+        try:
+            arrived = arrival.result()
+            if arrival.verdict is not None:
+                driver.status, driver.reason = arrival.verdict
+                leave_job(driver, arrived.found, recorder)
+                return
+            enter_job(driver, arrived.brought, arrived.start, recorder)
+        except (TloraError, OSError, ValueError, RuntimeError, MemoryError) as error:
+            # It cannot be here, and nobody else is touched by it.
+            if driver.name in engine.jobs:
+                engine.detach(driver.name)
+            what = "out of memory: " if is_out_of_memory(error) else ""
+            message = error.message if isinstance(error, JobFailed) else f"{what}{error}"
+            driver.on_failure(JobFailed(message, job=driver.name))
+            recorder.on_end(driver)
+            return
+        recorder.join(driver, since=since)
+        self.drivers[driver.name] = driver

@@ -90,6 +90,10 @@ class Attached(Record):
     job: str
     step: int
     seconds: float
+    """Its neighbours stood still for so long."""
+
+    arriving_s: float = 0.0
+    """So long it was on its way before that, while they trained."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,11 @@ it trains. All that a job leaves on disk is written here, by the same recorder a
 scheduler, so that a job that moved looks like one that stayed.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -19,8 +20,9 @@ from tlora.core.job import JobSpec, RunSpec
 from tlora.data.prepare import PreparedData, Preparer
 from tlora.model.loading import load_tokenizer
 from tlora.model.memory import is_out_of_memory
+from tlora.runtime.arriving import Arrival, Arrivals
 from tlora.runtime.directory import JobResult, RunDirectory
-from tlora.runtime.entering import adapter_start, enter_job
+from tlora.runtime.entering import enter_job, leave_job
 from tlora.runtime.environment import cache_directory, quieten_libraries
 from tlora.runtime.executors.messages import (
     Asked,
@@ -44,7 +46,6 @@ from tlora.runtime.executors.messages import (
 )
 from tlora.runtime.progress import RankUsage
 from tlora.runtime.recording import Recorder
-from tlora.runtime.resuming import resumption
 from tlora.runtime.sinks import Sinks
 from tlora.runtime.sweeps.metrics import trial_metrics
 from tlora.runtime.training import load_super_model, show_exact
@@ -58,6 +59,9 @@ Tell = Callable[[Message], None]
 
 QUIET = ("saved at step", "saved where they are", "goes on after step", "go on where they stopped")
 """A job that moves is saved and goes on; where that is news, whoever leads the run says it."""
+
+WAIT_S = 0.02
+"""For jobs on their way, where nobody trains: a command waits no longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,9 @@ class Worker:
         self.tell = tell
         self.spec: RunSpec = load_spec(settings.directory / "resolved.yaml")
         self._preparer = Preparer(load_tokenizer(self.spec.base), cache_dir=cache_directory())
+        self._preparing = threading.Lock()
+        """A tokenizer is used by one thread at a time."""
+
         device = torch.device(settings.device)
         if device.type == "cuda":
             # Kernels are launched on the current device, whatever their tensors are on.
@@ -115,6 +122,7 @@ class Worker:
             # It may put products into tiles, which is done to a model, not to a run.
             show_exact(self.model, self.spec, self._all_data(), exact)
         self.drivers: dict[str, JobDriver] = {}
+        self.arrivals = Arrivals()
         self.stopped = False
         self._watched = _Asking(self.recorder, tell) if settings.asks else _Watched(self.recorder)
         self._to_leave: set[str] = set()
@@ -124,14 +132,21 @@ class Worker:
 
     @property
     def has_work(self) -> bool:
+        """Jobs to train, or on their way."""
+        return self._trains or len(self.arrivals) > 0
+
+    @property
+    def _trains(self) -> bool:
         return any(name not in self._watched.waiting for name in self.drivers)
 
     def obey(self, command: Command) -> None:
         match command:
             case Attach():
-                self._attach(command)
+                self._begin(command)
             case Detach(job=name):
-                if name in self._watched.waiting:
+                if name in self.arrivals:
+                    self._turn_away(name)
+                elif name in self._watched.waiting:
                     # What it was evaluated at is in nobody's log yet.
                     self._to_leave.add(name)
                 else:
@@ -142,28 +157,42 @@ class Worker:
                     self._to_leave.discard(name)
                     self._detach(name)
             case GiveUp(job=name, reason=reason, status=status):
-                self._give_up(name, reason, Status(status))
+                if name in self.arrivals:
+                    self.arrivals.of(name).dismiss(Status(status), reason)
+                else:
+                    self._give_up(name, reason, Status(status))
             case Tune(bucket=bucket, weights=weights):
                 self._set_bucket(bucket)
                 for name, weight in weights.items():
                     if name in self.drivers:
                         self.engine.set_weight(name, weight)
+                    elif name in self.arrivals:
+                        self.arrivals.of(name).set_weight(weight)
             case Stop():
+                for arrival in self.arrivals.take_dismissed():
+                    self._enter(arrival)
                 self.recorder.save(list(self.drivers.values()))
                 self.close()
 
     def work(self, should_stop: Callable[[], bool]) -> None:
-        """Trains until asked to stop between nano-batches, or until no job is left."""
+        """Trains until asked to stop between nano-batches, until somebody has arrived, or until no
+        job is left. Where all are still on their way it waits for them, for a moment."""
+        if not self._trains and self.arrivals and not should_stop():
+            self.arrivals.wait(WAIT_S)
+        arrival = self.arrivals.take()
+        if arrival is not None:
+            self._enter(arrival)
         waiting = self._watched.waiting
         held = {name: each for name, each in self.drivers.items() if name in waiting}
         drivers = [each for name, each in self.drivers.items() if name not in waiting]
+        one_comes = self.arrivals.after_a_nano_batch()
         try:
             left = run_jobs(
                 self.engine,
                 drivers,
                 self._watched,
                 # One that asks is left out from here on.
-                should_stop=lambda: should_stop() or len(waiting) > len(held),
+                should_stop=lambda: should_stop() or len(waiting) > len(held) or one_comes(),
             )
         except Exception:
             self.recorder.rescue([*held.values(), *drivers])
@@ -176,24 +205,41 @@ class Worker:
         """What was not saved is lost back to the last checkpoints."""
         self.stopped = True
         self.drivers.clear()
+        self.arrivals.clear()
         self.recorder.close()
 
-    def _attach(self, command: Attach) -> None:
-        started = time.perf_counter()
+    def _begin(self, command: Attach) -> None:
         self._set_bucket(command.bucket)
         job = self._job(command.job)
-        found = resumption(self.directory, job)
-        if found.result is not None:
-            self.tell(Ended(job.name, asdict(found.result)))
-            return
+        if job.name not in self.arrivals:
+            self.arrivals.add(Arrival(job, self.directory, self.model, lambda: self._prepared(job)))
+        self.arrivals.of(job.name).set_weight(command.weight)
+
+    def _turn_away(self, name: str) -> None:
+        """One that is on its way; if it was given up its end is told when it is here."""
+        if self.arrivals.of(name).verdict is None:
+            self.arrivals.drop(name)
+            self.tell(Detached(name, None, 0.0))
+
+    def _enter(self, arrival: Arrival) -> None:
+        since = time.perf_counter()
+        job, data = arrival.job, arrival.data
         driver: JobDriver | None = None
         try:
-            data = self._preparer.prepare(job)
-            self.recorder.data_keys[job.name] = data.key
-            weighted = replace(job, train=replace(job.train, weight=command.weight))
-            driver = JobDriver(weighted, data.train, data.evaluation)
-            start = adapter_start(job, self.model) if found.checkpoint is None else {}
-            enter_job(driver, found, start, self.recorder)
+            if data is not None:
+                self.recorder.data_keys[job.name] = data.key
+                driver = JobDriver(job, data.train, data.evaluation)
+            arrived = arrival.result()
+            if arrived.found.result is not None:
+                self.tell(Ended(job.name, asdict(arrived.found.result)))
+                return
+            assert driver is not None, f"{job.name} came without data"
+            if arrival.verdict is not None:
+                driver.status, driver.reason = arrival.verdict
+                leave_job(driver, arrived.found, self.recorder)
+                self._tell_ends()
+                return
+            enter_job(driver, arrived.brought, arrived.start, self.recorder)
         except (TloraError, OSError, ValueError, RuntimeError, MemoryError) as error:
             if self.settings.asks and is_out_of_memory(error) and self.drivers:
                 if job.name in self.engine.jobs:
@@ -203,9 +249,10 @@ class Worker:
             what = "out of memory: " if is_out_of_memory(error) else ""
             self._refuse(job, driver, f"{what}{error}")
             return
-        self.recorder.start([driver])
+        self.recorder.start([driver], since=since)
         self.drivers[job.name] = driver
-        self.tell(Attached(job.name, driver.step, time.perf_counter() - started))
+        seconds = time.perf_counter() - since
+        self.tell(Attached(job.name, driver.step, seconds, since - arrival.began))
         self._watched.on_entry(driver)
 
     def _refuse(self, job: JobSpec, driver: JobDriver | None, reason: str) -> None:
@@ -285,7 +332,11 @@ class Worker:
         return found[name]
 
     def _all_data(self) -> dict[str, PreparedData]:
-        return {job.name: self._preparer.prepare(job) for job in self.spec.jobs}
+        return {job.name: self._prepared(job) for job in self.spec.jobs}
+
+    def _prepared(self, job: JobSpec) -> PreparedData:
+        with self._preparing:
+            return self._preparer.prepare(job)
 
     def _set_bucket(self, bucket: int) -> None:
         if self.settings.exact_tokens is None:

@@ -239,6 +239,7 @@ class Member:
         return drivers
 
     def _enter(self, name: str, found: Resumption) -> JobDriver | None:
+        since = time.perf_counter()
         job = self.specs[name]
         data = self.data[name]
         driver = JobDriver(job, data.train, data.evaluation)
@@ -264,7 +265,7 @@ class Member:
                 self.recorder.on_end(driver)
             return None
         self._entered[name] = driver
-        self.recorder.start([driver])
+        self.recorder.start([driver], since=since)
         seconds = time.perf_counter() - began
         self._entering_s = min(seconds, self._entering_s)
         self.tell(Attached(name, driver.step, seconds))

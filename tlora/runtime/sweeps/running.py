@@ -10,11 +10,13 @@ from collections.abc import Callable
 
 from tlora.core.errors import JobFailed, TloraError
 from tlora.core.sweep import SweepSpec
+from tlora.model.adapters import AdapterWeights
 from tlora.model.memory import is_out_of_memory
+from tlora.runtime.arriving import Arrival, Arrivals
 from tlora.runtime.directory import JobResult
 from tlora.runtime.entering import adapter_start, enter_job
 from tlora.runtime.recording import Recorder
-from tlora.runtime.resuming import Resumption, is_saved_with, resumption
+from tlora.runtime.resuming import Resumption, is_saved_with
 from tlora.runtime.sweeps.course import Course
 from tlora.runtime.sweeps.metrics import trial_metrics
 from tlora.runtime.sweeps.trials import MadeTrial, TrialMaker
@@ -22,6 +24,7 @@ from tlora.runtime.sweeps.view import View
 from tlora.store.study import StudyLog
 from tlora.training.checkpoint import find_newest
 from tlora.training.driver import JobDriver, Status
+from tlora.training.engine import Engine
 from tlora.training.loop import run_jobs
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
 from tlora.tuning.events import Action, Attach, Evaluated, Exit, Hold, NoRoom, Spent
@@ -29,6 +32,16 @@ from tlora.tuning.study import Phase, StudyState, Trial
 
 LOOK_EVERY_S = 0.5
 """How often requests of people are looked for."""
+
+WAIT_S = 0.1
+"""For trials on their way, where nobody trains: a wish to stop goes unseen no longer."""
+
+
+def comes_meanwhile(engine: Engine) -> bool:
+    """Whether others train while a trial comes. Not on a CPU, where there is nothing to copy, and
+    not where bits count: who trains with whom, and so the order in which trials are heard, is then
+    the same in every sweep."""
+    return engine.super_model.device.type == "cuda" and not engine.exact
 
 
 class SweepRunner(Course):
@@ -48,6 +61,7 @@ class SweepRunner(Course):
         self._drivers: dict[str, JobDriver] = {}
         """Of the trials that are attached."""
 
+        self._arrivals = Arrivals()
         self._leaving: set[str] = set()
         """Given up, their ends not told yet."""
 
@@ -73,8 +87,17 @@ class SweepRunner(Course):
             if self.changed:
                 self.changed = False
                 self.on_change(self)
+            arrival = self._arrivals.take()
+            if arrival is not None:
+                self._enter(arrival, since=time.perf_counter())
+                if self.todo:
+                    continue
             if self._drivers:
                 self._train(should_stop)
+                continue
+            if self._arrivals:
+                self._arrivals.wait(WAIT_S)
+                self.recorder.settle()
                 continue
             # Ends are told when their files are on disk, and may bring others.
             self.recorder.save([])
@@ -117,11 +140,13 @@ class SweepRunner(Course):
             case Attach(trial=name):
                 self._attach(name)
             case Hold(trial=name):
+                self._turn_away(name)
                 driver = self._drivers.pop(name, None)
                 # It may have failed since; that is told when its files are on disk.
                 if driver is not None:
                     self._hold(driver)
             case Exit(verdict=verdict):
+                self._turn_away(verdict.trial)
                 driver = self._drivers.pop(verdict.trial, None)
                 if driver is None:
                     # Its best adapter, which the result names, may still be on its way to the disk.
@@ -132,33 +157,54 @@ class SweepRunner(Course):
                 self.changed = True
 
     def _attach(self, name: str) -> None:
-        if name in self._drivers:
+        if name in self._drivers or name in self._arrivals:
             return
-        made, trial, directory = self.made[name], self.state.trials[name], self.recorder.directory
+        made, trial, recorder = self.made[name], self.state.trials[name], self.recorder
         if trial.history.evaluations or trial.kept:
             # What it goes on from may still be on its way to the disk.
-            self.recorder.save([])
-        found = resumption(directory, made.job)
-        if found.result is not None:
-            if self.is_end_of(trial, found.result):
-                # The process came to its own end before it could be told.
-                self.on_result(found.result)
-                return
-            newest = find_newest(directory.root / name / "checkpoints")
-            found = Resumption(checkpoint=newest.checkpoint, damaged=tuple(newest.damaged))
+            recorder.save([])
+        model = recorder.engine.super_model
+        arrival = Arrival(made.job, recorder.directory, model, made.data)
+        if comes_meanwhile(recorder.engine):
+            self._arrivals.add(arrival)
+        else:
+            self._enter(arrival, since=arrival.began)
+
+    def _turn_away(self, name: str) -> None:
+        """If it is on its way: what it had is on disk."""
+        if name in self._arrivals:
+            self._arrivals.drop(name)
+
+    def _enter(self, arrival: Arrival, *, since: float) -> None:
+        made, trial = self.made[arrival.name], self.state.trials[arrival.name]
         driver = JobDriver(made.job, made.data.train, made.data.evaluation)
         try:
-            fresh = found.checkpoint is None
-            start = adapter_start(made.job, self.recorder.engine.super_model) if fresh else {}
-            enter_job(driver, found, start, self.recorder)
+            arrived = arrival.result()
+            found, start, over = arrived.brought, arrived.start, arrived.found.result
+            if over is not None and not self.is_end_of(trial, over):
+                over = None
+                found, start = self._from_checkpoint(made)
+            if over is None:
+                enter_job(driver, found, start, self.recorder)
         except (TloraError, OSError, ValueError, RuntimeError, MemoryError) as error:
             self._refuse(driver, error)
             return
-        self.recorder.start([driver])
-        self._drivers[name] = driver
+        if over is not None:
+            # The process came to its own end before it could be told.
+            self.on_result(over)
+            return
+        self.recorder.start([driver], since=since)
+        self._drivers[driver.name] = driver
         if driver.step and driver.is_just_evaluated:
             # It was saved after an evaluation that the process may not have lived to log.
             self._evaluated(driver)
+
+    def _from_checkpoint(self, made: MadeTrial) -> tuple[Resumption, AdapterWeights]:
+        """One that has come to an end and goes on all the same."""
+        newest = find_newest(self.recorder.directory.root / made.job.name / "checkpoints")
+        found = Resumption(checkpoint=newest.checkpoint, damaged=tuple(newest.damaged))
+        fresh = found.checkpoint is None
+        return found, adapter_start(made.job, self.recorder.engine.super_model) if fresh else {}
 
     def _refuse(self, driver: JobDriver, error: Exception) -> None:
         engine = self.recorder.engine
@@ -195,12 +241,15 @@ class SweepRunner(Course):
 
     def _train(self, should_stop: Callable[[], bool]) -> None:
         drivers = list(self._drivers.values())
+        one_comes = self._arrivals.after_a_nano_batch()
         try:
             left = run_jobs(
                 self.recorder.engine,
                 drivers,
                 self,
-                should_stop=lambda: bool(self.todo) or should_stop() or self._is_time_to_look(),
+                should_stop=lambda: (
+                    bool(self.todo) or should_stop() or self._is_time_to_look() or one_comes()
+                ),
             )
         except Exception:
             self.recorder.rescue(drivers)

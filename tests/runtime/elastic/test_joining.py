@@ -1,0 +1,458 @@
+"""A job on its way into a run of one process holds nobody up, and can still be called back."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.arriving import PATIENCE_S, Gate
+from support.asking import Asking, answers, put, submission
+from support.kills import adapter_bytes, same_end
+from support.runs import job_file, write_rows
+
+import tlora
+from tlora.core.job import JobSpec, RunSpec
+from tlora.runtime import arriving
+from tlora.runtime.elastic import checking
+
+STEPS = 24
+Steps = dict[tuple[str, int], Callable[[], object]]
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def spec(base: Path, rows: Path) -> RunSpec:
+    """To the bit the same in any company."""
+    data = {"path": str(rows)}
+    jobs = [
+        {"name": "here", "data": data, "train": {"max_steps": STEPS}},
+        {"name": "late", "data": data, "train": {"seed": 3, "max_steps": 6}},
+        {"name": "slow", "data": data, "train": {"seed": 5, "max_steps": 4}},
+    ]
+    engine = {"device": "cpu", "isolation": "exact", "nano_batch_tokens": 128}
+    return tlora.load_spec(job_file(base, *jobs, engine=engine), ["save.steps=2"])
+
+
+@pytest.fixture(scope="module")
+def together(spec: RunSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("together") / "run"
+    assert not tlora.train(spec, output=output).failed
+    return output
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch, "late", "slow")
+    yield gate
+    gate.let_in()
+
+
+def only(spec: RunSpec, *names: str) -> RunSpec:
+    return replace(spec, jobs=tuple(job for job in spec.jobs if job.name in names))
+
+
+def submit(spec: RunSpec, *names: str) -> tuple[str, str, dict]:
+    return ("submit", "", submission(only(spec, *names)))
+
+
+class Looking(Asking):
+    """Also does something at a step, and knows how far others were when a job joined."""
+
+    def __init__(self, root: Path, asked: dict, then: Steps | None = None) -> None:
+        super().__init__(root, asked)
+        self.then = then or {}
+        self.steps: dict[str, int] = {}
+        self.joined: list[tuple[str, dict[str, int]]] = []
+
+    def join(self, driver) -> None:
+        super().join(driver)
+        self.joined.append((driver.name, dict(self.steps)))
+
+    def on_step(self, driver, done) -> None:
+        self.steps[done.job] = done.step
+        super().on_step(driver, done)
+        self.then.pop((done.job, done.step), lambda: None)()
+
+    @property
+    def said(self) -> str:
+        return self.out.getvalue()  # type: ignore[attr-defined]
+
+
+def events(root: Path, kind: str) -> list[dict]:
+    lines = (root / "events.jsonl").read_text().splitlines()
+    return [each for each in map(json.loads, lines) if each["kind"] == kind]
+
+
+def test_neighbours_train_while_a_job_comes(
+    spec: RunSpec, together: Path, tmp_path: Path, gate: Gate
+) -> None:
+    """It is let through at a neighbour's twelfth step, and attached after that; how long the
+    neighbour stood still for it is on record."""
+    output = tmp_path / "run"
+    view = Looking(
+        output, {("here", 2): [submit(spec, "late")]}, {("here", 12): lambda: gate.let_in("late")}
+    )
+    result = tlora.train(only(spec, "here"), output=output, progress=view)
+    assert {job.status for job in result.jobs.values()} == {"completed"}
+    [(name, steps)] = view.joined
+    assert name == "late" and 12 <= steps["here"] < STEPS
+    assert same_end(output, together, "here") and same_end(output, together, "late")
+    [joined] = events(output, "joined")
+    assert 0 < joined["paused_ms"] < 1e3 * PATIENCE_S / 2
+
+
+@pytest.fixture
+def ready(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The data of newcomers are not, before it is set."""
+    ready, prepare = threading.Event(), checking.prepare_jobs
+
+    def held(*about, **more):
+        ready.wait(PATIENCE_S)
+        return prepare(*about, **more)
+
+    monkeypatch.setattr(checking, "prepare_jobs", held)
+    return ready
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_neighbours_train_while_data_are_prepared(
+    spec: RunSpec, together: Path, tmp_path: Path, ready: threading.Event, alone: bool
+) -> None:
+    """And with nobody left to train the run waits for them."""
+    output = tmp_path / "run"
+
+    class Last(Looking):
+        def on_end(self, result) -> None:
+            super().on_end(result)
+            if alone:
+                ready.set()
+
+    then = {} if alone else {("here", 12): ready.set}
+    view = Last(output, {("here", 2): [submit(spec, "late")]}, then)
+    tlora.train(only(spec, "here"), output=output, progress=view)
+    [(_, steps)] = view.joined
+    assert steps["here"] == STEPS if alone else 12 <= steps["here"] < STEPS
+    assert answers(output) == ["at work: late"]
+    assert same_end(output, together, "here") and same_end(output, together, "late")
+
+
+def test_who_is_ready_does_not_wait_for_who_is_slow(
+    spec: RunSpec, together: Path, tmp_path: Path, gate: Gate
+) -> None:
+    output = tmp_path / "run"
+    gate.let_in("late")
+    view = Looking(
+        output,
+        {("here", 2): [submit(spec, "slow"), submit(spec, "late")]},
+        {("late", 3): lambda: gate.let_in("slow")},
+    )
+    tlora.train(only(spec, "here"), output=output, progress=view)
+    assert [name for name, _ in view.joined] == ["late", "slow"]
+    assert view.joined[1][1]["late"] >= 3
+    for job in ("here", "late", "slow"):
+        assert same_end(output, together, job)
+
+
+def test_a_run_does_not_end_while_a_job_comes(
+    spec: RunSpec, together: Path, tmp_path: Path, gate: Gate
+) -> None:
+    """Nobody else is left; that the last one has ended is told meanwhile."""
+    output = tmp_path / "run"
+
+    class Last(Looking):
+        def on_end(self, result) -> None:
+            super().on_end(result)
+            if result.job == "here":
+                gate.let_in("late")
+
+    view = Last(output, {("here", 2): [submit(spec, "late")]})
+    began = time.monotonic()
+    result = tlora.train(only(spec, "here"), output=output, progress=view)
+    assert time.monotonic() - began < PATIENCE_S
+    assert view.joined == [("late", {"here": STEPS})]
+    assert result.jobs["late"].status == "completed" and not result.interrupted
+    assert same_end(output, together, "late")
+
+
+def test_a_job_that_is_cancelled_on_its_way_never_comes(
+    spec: RunSpec, together: Path, tmp_path: Path, gate: Gate
+) -> None:
+    """It has not begun; asked to, it begins."""
+    output = tmp_path / "run"
+    asked = {("here", 2): [submit(spec, "late")], ("here", 5): [("cancel", "late", {})]}
+    view = Looking(output, asked, {("here", 12): lambda: gate.let_in("late")})
+    result = tlora.train(only(spec, "here"), output=output, progress=view)
+    late = result.jobs["late"]
+    assert (late.status, late.reason, late.steps) == ("cancelled", "a person cancelled it", 0)
+    assert late.adapter is None and not (output / "late" / "adapter").exists()
+    assert view.joined == [] and events(output, "joined") == []
+    assert [each["status"] for each in events(output, "ended") if each["job"] == "late"] == [
+        "cancelled"
+    ]
+    assert answers(output)[1] == "cancelled after 0 steps; it has not begun"
+    assert same_end(output, together, "here")
+    assert tlora.train(only(spec, "here"), output=output).jobs["late"].status == "cancelled"
+    put(output, ("resume", "late", {}))
+    assert tlora.train(only(spec, "here"), output=output).jobs["late"].status == "completed"
+    assert same_end(output, together, "late")
+
+
+def test_a_job_that_is_cancelled_as_it_comes_back_keeps_what_it_had(
+    spec: RunSpec, together: Path, tmp_path: Path, gate: Gate
+) -> None:
+    """The adapter of its checkpoint, though the file of its first leave was spoilt."""
+    output = tmp_path / "run"
+    both = only(spec, "here", "late")
+    view = Looking(output, {("late", 3): [("cancel", "late", {})]})
+    left = tlora.train(both, output=output, progress=view).jobs["late"]
+    kept = adapter_bytes(output, "late")
+    (output / "late" / "adapter" / WEIGHTS).write_bytes(b"nothing")
+    (output / "here" / "result.json").unlink()
+    put(output, ("resume", "late", {}))
+    asked = {("here", STEPS): [("cancel", "late", {})]}
+
+    class Last(Looking):
+        def on_end(self, result) -> None:
+            super().on_end(result)
+            if result.job == "here":
+                # The request is looked at first.
+                threading.Timer(0.5, gate.let_in, ("late",)).start()
+
+    again = tlora.train(both, output=output, progress=Last(output, asked)).jobs["late"]
+    assert again.status == "cancelled" and 0 < again.steps == left.steps
+    assert again.loss == left.loss and adapter_bytes(output, "late") == kept
+    put(output, ("resume", "late", {}))
+    gate.let_in("late")
+    tlora.train(both, output=output)
+    assert same_end(output, together, "late")
+
+
+def _unreadable(start: Path) -> None:
+    (start / WEIGHTS).write_bytes(b"nothing")
+
+
+def _infinite(start: Path) -> None:
+    tensors = load_file(start / WEIGHTS)
+    next(iter(tensors.values()))[0, 0] = torch.inf
+    save_file(tensors, start / WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [(_unreadable, "cut short"), (_infinite, "that are not finite numbers")],
+)
+def test_a_job_that_cannot_come_fails_alone(
+    spec: RunSpec, together: Path, tmp_path: Path, gate: Gate, spoil, reason: str
+) -> None:
+    """What it starts from is spoilt after it was looked at."""
+    output, start = tmp_path / "run", tmp_path / "start"
+    start.mkdir()
+    for file in (together / "late" / "adapter").iterdir():
+        (start / file.name).write_bytes(file.read_bytes())
+    [late] = only(spec, "late").jobs
+    asked = submission(replace(spec, jobs=(replace(late, init_from=str(start)),)))
+
+    def let_in() -> None:
+        spoil(start)
+        gate.let_in("late")
+
+    view = Looking(output, {("here", 2): [("submit", "", asked)]}, {("here", 6): let_in})
+    result = tlora.train(only(spec, "here"), output=output, progress=view)
+    failed = result.jobs["late"]
+    assert failed.status == "failed" and reason in str(failed.reason)
+    assert json.loads((output / "late" / "result.json").read_text())["reason"] == failed.reason
+    assert result.jobs["here"].status == "completed" and view.joined == []
+    assert same_end(output, together, "here")
+
+
+def test_a_job_whose_data_have_changed_fails_alone(
+    spec: RunSpec, together: Path, tmp_path: Path, gate: Gate
+) -> None:
+    """When it comes back."""
+    output, own = tmp_path / "run", write_rows(tmp_path / "own.jsonl", 12)
+
+    def with_own(job: JobSpec) -> JobSpec:
+        return replace(job, data=replace(job.data, path=str(own)))
+
+    [here, late] = only(spec, "here", "late").jobs
+    both = replace(spec, jobs=(here, with_own(late)))
+    asked = {("late", 3): [("cancel", "late", {})], ("here", STEPS - 8): [("resume", "late", {})]}
+    then = {("here", STEPS - 9): lambda: write_rows(own, 12, seed=7)}
+    gate.let_in("late")
+    result = tlora.train(both, output=output, progress=Looking(output, asked, then))
+    assert result.jobs["late"].status == "failed"
+    assert "its data have changed since it was saved" in str(result.jobs["late"].reason)
+    assert same_end(output, together, "here")
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_run_is_stopped_while_a_job_comes_and_goes_on_with_it(
+    spec: RunSpec, together: Path, tmp_path: Path, gate: Gate, alone: bool
+) -> None:
+    """Within a moment, whether others train or nobody does."""
+    output = tmp_path / "run"
+    stopped: list[float] = []
+
+    def stop() -> None:
+        stopped.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    class Stopping(Looking):
+        def on_end(self, result) -> None:
+            super().on_end(result)
+            if alone:
+                threading.Timer(0.3, stop).start()
+
+    then = {} if alone else {("here", 8): stop}
+    view = Stopping(output, {("here", 2): [submit(spec, "late")]}, then)
+    result = tlora.train(only(spec, "here"), output=output, progress=view)
+    assert time.monotonic() - stopped[0] < PATIENCE_S / 4
+    assert result.interrupted and "late: comes in when the run goes on" in view.said
+    assert gate.reached == ["late"] and view.joined == []
+    gate.let_in()
+    assert not tlora.train(only(spec, "here"), output=output).interrupted
+    assert same_end(output, together, "here") and same_end(output, together, "late")
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_run_that_is_stopped_while_data_are_prepared_has_more_to_do(
+    spec: RunSpec, together: Path, tmp_path: Path, ready: threading.Event
+) -> None:
+    """Though all that trained are over."""
+    output = tmp_path / "run"
+
+    class Stopping(Looking):
+        def on_end(self, result) -> None:
+            super().on_end(result)
+            threading.Timer(0.3, stop).start()
+
+    view = Stopping(output, {("here", 2): [submit(spec, "late")]})
+    result = tlora.train(only(spec, "here"), output=output, progress=view)
+    assert result.interrupted and answers(output) == [None]
+    assert "what was asked last is done when the run goes on" in view.said
+    ready.set()
+    tlora.train(only(spec, "here"), output=output)
+    assert same_end(output, together, "late")
+
+
+def test_a_job_that_is_cancelled_on_its_way_is_so_at_a_stop(
+    spec: RunSpec, tmp_path: Path, gate: Gate
+) -> None:
+    """And is not taken in when the run goes on."""
+    output = tmp_path / "run"
+    asked = {("here", 2): [submit(spec, "late")], ("here", 5): [("cancel", "late", {})]}
+
+    def let_in_and_stop() -> None:
+        stop()
+        # The loop has come to its end by then.
+        threading.Timer(0.3, gate.let_in, ("late",)).start()
+
+    view = Looking(output, asked, {("here", 12): let_in_and_stop})
+    result = tlora.train(only(spec, "here"), output=output, progress=view)
+    late = result.jobs["late"]
+    assert (late.status, late.steps, late.adapter) == ("cancelled", 0, None)
+    assert "late: comes in" not in view.said
+    again = Looking(output, {})
+    assert tlora.train(only(spec, "here"), output=output, progress=again).jobs["late"] == late
+    assert answers(output)[1] == "cancelled after 0 steps; it has not begun"
+
+
+def test_a_job_that_is_on_its_way_back_is_not_reported_by_its_old_end(
+    spec: RunSpec, together: Path, tmp_path: Path, gate: Gate
+) -> None:
+    output, both = tmp_path / "run", only(spec, "here", "late")
+    asked = {("late", 3): [("cancel", "late", {})], ("here", 8): [("resume", "late", {})]}
+    view = Looking(output, asked, {("here", 16): stop})
+    result = tlora.train(both, output=output, progress=view)
+    assert result.interrupted and gate.reached == ["late"]
+    assert "late" not in result.jobs and "late: comes in when the run goes on" in view.said
+    gate.let_in()
+    tlora.train(both, output=output)
+    assert same_end(output, together, "late")
+
+
+def test_an_error_of_any_kind_on_its_way_is_the_jobs_own(
+    spec: RunSpec, together: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resumption = arriving.resumption
+
+    def odd(directory, job):
+        return resumption(directory, job) if job.name != "late" else {}["nothing"]
+
+    monkeypatch.setattr(arriving, "resumption", odd)
+    output = tmp_path / "run"
+    view = Looking(output, {("here", 2): [submit(spec, "late")]})
+    result = tlora.train(only(spec, "here"), output=output, progress=view)
+    assert result.jobs["late"].status == "failed"
+    assert "KeyError: 'nothing'" in str(result.jobs["late"].reason)
+    assert same_end(output, together, "here")
+
+
+def test_an_error_of_any_kind_with_data_is_the_requests_own(
+    spec: RunSpec, together: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def odd(*about, **more):
+        raise RuntimeError("a reader broke")
+
+    monkeypatch.setattr(checking, "prepare_jobs", odd)
+    output = tmp_path / "run"
+    view = Looking(output, {("here", 2): [submit(spec, "late")]})
+    result = tlora.train(only(spec, "here"), output=output, progress=view)
+    [said] = answers(output)
+    assert "data cannot be prepared: RuntimeError: a reader broke" in said
+    assert list(result.jobs) == ["here"] and same_end(output, together, "here")
+
+
+def test_what_was_put_off_until_the_last_job_has_left_is_done(
+    spec: RunSpec, together: Path, tmp_path: Path, gate: Gate
+) -> None:
+    """The run does not end before."""
+    output = tmp_path / "run"
+    twice = [("cancel", "late", {}), ("resume", "late", {})]
+    asked = {("here", 2): [submit(spec, "late")], ("here", STEPS): twice}
+
+    class Last(Looking):
+        def on_end(self, result) -> None:
+            super().on_end(result)
+            if result.job == "here":
+                threading.Timer(1.5, gate.let_in, ("late",)).start()
+
+    result = tlora.train(only(spec, "here"), output=output, progress=Last(output, asked))
+    assert result.jobs["late"].status == "completed"
+    assert answers(output)[1:] == [
+        "cancelled after 0 steps; it has not begun",
+        "goes on after step 0",
+    ]
+    assert same_end(output, together, "late")
+
+
+def test_others_train_between_two_that_come(spec: RunSpec, tmp_path: Path, gate: Gate) -> None:
+    """Though both are ready: their pauses do not add up."""
+    output = tmp_path / "run"
+
+    def let_in() -> None:
+        gate.let_in()
+        # The run stands still until both are here.
+        time.sleep(1.0)
+
+    asked = {("here", 2): [submit(spec, "late"), submit(spec, "slow")]}
+    tlora.train(
+        only(spec, "here"), output=output, progress=Looking(output, asked, {("here", 8): let_in})
+    )
+    kinds = [
+        each["kind"]
+        for each in map(json.loads, (output / "events.jsonl").read_text().splitlines())
+        if each["kind"] in ("joined", "nano_batch")
+    ]
+    first = kinds.index("joined")
+    assert kinds[first + 1] == "nano_batch" and kinds.count("joined") == 2
