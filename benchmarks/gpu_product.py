@@ -32,7 +32,8 @@ from tlora.kernels.multi_lora.blocks import Blocks, Layout
 from tlora.kernels.multi_lora.pages import BLOCK, PAGE
 from tlora.kernels.multi_lora.settings import PRODUCT, Tuning
 from tlora.kernels.multi_lora.tables import Segment
-from tlora.kernels.multi_lora.triton_product import Update, place, product
+from tlora.kernels.multi_lora.triton_pages import lay, new_slots, sum_into_slots
+from tlora.kernels.multi_lora.triton_product import Update, product
 
 SETTINGS = {
     "128x256 s3": PRODUCT,
@@ -54,8 +55,8 @@ DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 
 @dataclass(frozen=True)
 class Product:
-    """X [tokens, depth] times W, which cuBLAS has as [width, depth] forward, and everybody else as
-    [depth, width]."""
+    """X [tokens, depth] times W, which lies as [width, depth] forward and as [depth, width]
+    backward."""
 
     name: str
     depth: int
@@ -109,20 +110,22 @@ class Inputs:
         self.product = p = product
         self.x, self.s = randn(p.tokens, p.depth), randn(p.tokens, PAGE)
         self.w = randn(p.depth, p.width) * p.depth**-0.5
+        self.laid = self.w if p.backward else self.w.T.contiguous()
         self.y = torch.empty(p.tokens, p.width, device=DEVICE, dtype=DTYPE)
         self.rows = randn(32 // len(RANKS) * sum(RANKS), p.width) * sum(RANKS) ** -0.5
 
     def cublas(self, *, adding: bool) -> Callable:
-        w = self.w if self.product.backward else self.w.T.contiguous().T
+        w = self.laid if self.product.backward else self.laid.T
         if adding:
             return lambda: self.y.addmm_(self.x, w)
         return lambda: torch.mm(self.x, w, out=self.y)
 
-    def ours(self, setting: str) -> Callable:
-        return lambda: product(self.y, [self.x], [self.w], tuning=SETTINGS[setting])
+    def ours(self, setting: str, update: Update | None = None) -> Callable:
+        options = {"by_feature": not self.product.backward, "tuning": SETTINGS[setting]}
+        return lambda: product(self.y, [self.x], [self.laid], update=update, **options)
 
     def fused(self, setting: str, segments: list[Segment]) -> Callable:
-        """Without what places S, which takes some microseconds."""
+        """Without what lays S and B, which takes some microseconds."""
         p = self.product
         layout = Layout(
             num_tokens=p.tokens,
@@ -131,12 +134,20 @@ class Inputs:
             max_segments=64,
             max_rank=max(RANKS),
             dropout=False,
-            inside="backward" if p.backward else "forward",
+            inside=("backward",) if p.backward else ("forward",),
         )
         blocks = Blocks.new(layout, DEVICE)
         blocks.copy(segments)
-        update = Update(place(self.s, blocks), self.rows, blocks)
-        return lambda: product(self.y, [self.x], [self.w], update=update, tuning=SETTINGS[setting])
+        if p.backward:
+            slots = new_slots(self.s)
+            # In one part.
+            sum_into_slots(
+                torch.empty_like(self.s), slots, self.s[None], [p.depth], p.depth, blocks,
+                tokens=8, parts=1,
+            )  # fmt: skip
+            return self.ours(setting, Update(slots, self.rows, blocks, "backward"))
+        slots, (turned,) = lay(self.s, [self.rows], blocks)
+        return self.ours(setting, Update(slots, turned, blocks, "forward"))
 
     def expected(self) -> torch.Tensor:
         return self.x.float() @ self.w.float()

@@ -140,7 +140,7 @@ class Group:
         for dy, w in zip(self.dy[1:], self.weights[1:], strict=True):
             self.dx.addmm_(dy, w)
 
-    def forward(self, how: str, weights: list[torch.Tensor] | None = None):
+    def forward(self, how: str):
         if how == "add":
             self.frozen_forward()
         self.s = forward.add_forward(
@@ -148,10 +148,10 @@ class Group:
             write=how != "add",
         )  # fmt: skip
         if how == "write":
-            for y, w in zip(self.y, weights or self.weights, strict=True):
+            for y, w in zip(self.y, self.weights, strict=True):
                 y.addmm_(self.x, w.T)
 
-    def backward(self, how: str, weights: list[torch.Tensor] | None = None):
+    def backward(self, how: str):
         if how == "add":
             self.frozen_backward()
         backward.add_backward(
@@ -159,7 +159,7 @@ class Group:
             self.blocks, self.rows, self.linears, write=how != "add",
         )  # fmt: skip
         if how == "write":
-            for dy, w in zip(self.dy, weights or self.weights, strict=True):
+            for dy, w in zip(self.dy, self.weights, strict=True):
                 self.dx.addmm_(dy, w)
 
     def floor_bytes(self) -> dict[str, int]:

@@ -7,6 +7,7 @@ import torch
 
 from tlora.kernels.multi_lora import reference
 from tlora.kernels.multi_lora.blocks import Blocks, Layout, Tiles
+from tlora.kernels.multi_lora.pages import Way
 from tlora.kernels.multi_lora.settings import TUNINGS, Tuning
 from tlora.kernels.multi_lora.tables import Segment
 
@@ -104,13 +105,13 @@ def test_which_program_takes_an_item_changes_no_bit():
 
 
 @pytest.mark.parametrize("way", ["forward", "backward"])
-def test_products_with_the_update_inside_match_the_reference(way: str):
+def test_products_with_the_update_inside_match_the_reference(way: Way):
     """As the engine launches them, with several jobs in a block and tokens that end within one.
     Twice the same bits; another number of programs and other tiles give them too; an update off by
     3 % is refused."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("products with the update inside are for Hopper")
-    from tlora.kernels.multi_lora import pages, triton_product
+    from tlora.kernels.multi_lora import pages, triton_pages, triton_product
     from tlora.kernels.multi_lora.settings import PRODUCT
 
     tokens, depth, width = 4000, 2048, 8192
@@ -125,7 +126,7 @@ def test_products_with_the_update_inside_match_the_reference(way: str):
         max_segments=64,
         max_rank=128,
         dropout=False,
-        inside=way,
+        inside=(way,),
     )
     assert len({*pages.find(jobs, tokens, layout.inside).slot.tolist()}) >= 3
     blocks = Blocks.new(layout, "cuda")
@@ -137,6 +138,9 @@ def test_products_with_the_update_inside_match_the_reference(way: str):
 
     x, s, rows = random(tokens, depth), random(tokens, layout.s_width), random(1200, width) / 8
     w = random(depth, width) * depth**-0.5
+    parts = random(3, tokens, layout.s_width) / 2
+    if way == "backward":
+        s = parts.float().sum(0)
     update = torch.zeros(tokens, width, device="cuda")
     for each in jobs:
         here, rank = slice(each.start, each.stop), each.ranks[0]
@@ -146,9 +150,19 @@ def test_products_with_the_update_inside_match_the_reference(way: str):
 
     def product(tuning: Tuning) -> torch.Tensor:
         y = torch.full((tokens, width), float("nan"), device="cuda", dtype=torch.bfloat16)
-        slots = triton_product.place(s, blocks)
-        laid = triton_product.Update(slots, rows, blocks)
-        triton_product.product(y, [x], [w], update=laid, tuning=tuning)
+        if way == "forward":
+            slots, (turned,) = triton_pages.lay(s, [rows], blocks)
+            laid = triton_product.Update(slots, turned, blocks, way)
+        else:
+            ds = torch.empty_like(parts[0])
+            slots = triton_pages.new_slots(ds)
+            triton_pages.sum_into_slots(
+                ds, slots, parts, [depth], depth // 3 + 1, blocks, tokens=8, parts=8
+            )
+            laid = triton_product.Update(slots, rows, blocks, way)
+        weights = [w.T.contiguous() if way == "forward" else w]
+        by_feature = way == "forward"
+        triton_product.product(y, [x], weights, by_feature=by_feature, update=laid, tuning=tuning)
         return y
 
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -23,7 +23,6 @@ from tlora.model.pool import GroupPool
 from tlora.model.routing import Routing, Scaling
 from tlora.model.super_model import SuperModel
 from tlora.model.targets import Target, find_targets
-from tlora.runtime.benchmark.shapes import twin
 
 CPU = torch.device("cpu")
 IN, OUT = 8, {"q": 6, "k": 10}
@@ -163,50 +162,38 @@ def test_jobs_that_come_and_go_recompile_nothing() -> None:
     torch._dynamo.reset()
 
 
-def test_weights_of_products_with_the_update_inside_lie_turned(monkeypatch: pytest.MonkeyPatch):
-    """As [in, out] in memory, and the same to everybody: the probe at load would see another. Not
-    where bits count."""
+def test_products_have_the_update_inside_where_it_may_be(monkeypatch: pytest.MonkeyPatch):
+    """Nothing adds a bias in a product of Y, and dX has none. Not where bits count, nor in shards,
+    whose weights begin anywhere. Weights are those that the model came with."""
+    ways = {
+        (32, (32, 16, 16)): ("forward", "backward"),
+        (32, (48, 48)): ("forward",),
+        (48, (32,)): ("backward",),
+    }
+    monkeypatch.setattr(linear, "inside_ways", lambda device, operands, *shape: ways.get(shape, ()))
 
-    def inside_way(device: torch.device, operands: torch.dtype, *features: object) -> str | None:
-        return "forward" if features == (32, (48, 48)) else None
+    def found(exact: bool = False, **settings: object) -> dict[str, tuple[str, ...]]:
+        own = tiny_llama(**settings)
+        addresses = {name: weight.data_ptr() for name, weight in own.named_parameters()}
+        groups = SuperModel(own, per_sequence=exact).groups[:4]
+        for group in groups:
+            for target, weight in zip(group.pool.targets, group.weights, strict=True):
+                assert weight.data_ptr() == addresses[f"{target.path}.weight"]
+                assert weight.is_contiguous()
+        return {group.pool.targets[0].path.split(".")[-1]: group.pool.inside for group in groups}
 
-    monkeypatch.setattr(linear, "inside_way", inside_way)
-    own = tiny_llama()
-    # Whoever shares the weights has them as they were.
-    model = SuperModel(twin(own))
-    for group in model.groups:
-        wide = "mlp.gate" in group.pool.targets[0].path
-        assert group.pool.inside == ("forward" if wide else None)
-        for target, weight in zip(group.pool.targets, group.weights, strict=True):
-            assert weight.is_contiguous() != wide and weight.T.is_contiguous() == wide
-            shared = own.get_parameter(f"{target.path}.weight")
-            assert torch.equal(weight, shared) and shared.is_contiguous()
-            assert (weight.data_ptr() == shared.data_ptr()) != wide
-    exact = SuperModel(tiny_llama(), per_sequence=True)
-    assert all(weight.is_contiguous() for group in exact.groups for weight in group.weights)
-    assert all(group.pool.inside is None for group in exact.groups)
-
-
-def test_linears_with_a_bias_and_weights_in_shards_lie_as_usual(monkeypatch: pytest.MonkeyPatch):
-    """Nothing adds a bias in a product of Y; what was gathered lies as it was gathered. dX has no
-    bias."""
-    ways = {(32, (32, 16, 16)): "forward", (32, (48, 48)): "forward", (48, (32,)): "backward"}
-    monkeypatch.setattr(linear, "inside_way", lambda device, operands, *shape: ways.get(shape))
-
-    def found(**settings: object) -> dict[str, str | None]:
-        model = SuperModel(tiny_llama(**settings))
-        first = model.groups[:4]
-        for group in first:
-            turned = not group.weights[0].is_contiguous()
-            assert turned == (group.pool.inside == "forward")
-        return {group.pool.targets[0].path.split(".")[-1]: group.pool.inside for group in first}
-
-    usual = {"q_proj": "forward", "o_proj": None, "gate_proj": "forward", "down_proj": "backward"}
+    usual = {
+        "q_proj": ("forward", "backward"),
+        "o_proj": (),
+        "gate_proj": ("forward",),
+        "down_proj": ("backward",),
+    }
     assert found() == usual
-    assert found(attention_bias=True) == {**usual, "q_proj": None}
-    assert found(mlp_bias=True) == {**usual, "gate_proj": None}
+    assert found(attention_bias=True) == {**usual, "q_proj": ("backward",)}
+    assert found(mlp_bias=True) == {**usual, "gate_proj": ()}
+    assert found(exact=True) == dict.fromkeys(usual, ())
     monkeypatch.setattr(linear, "in_shards", lambda model: True)
-    assert found() == dict.fromkeys(usual)
+    assert found() == dict.fromkeys(usual, ())
 
 
 def test_a_model_in_two_half_precisions_is_refused(monkeypatch: pytest.MonkeyPatch):

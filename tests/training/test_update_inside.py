@@ -107,7 +107,9 @@ def test_an_update_that_is_lost_would_show(monkeypatch, lost):
 
     def without(*arguments, **options):
         with monkeypatch.context() as patch:
-            patch.setattr(triton_product, "product", lambda y, x, w, update: product(y, x, w))
+            patch.setattr(
+                triton_product, "product", lambda *a, update, **options: product(*a, **options)
+            )
             return whole(*arguments, **options)
 
     monkeypatch.setattr(triton_product, lost, without)
@@ -120,7 +122,8 @@ def beside_a_wild_one(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Fed], Fed]:
     precision and the host does not know it yet."""
     there = jobs([9])
     wild = Fed("wild", batches(3, [1, 1, 1]), rank=5, learning_rate=1e6)
-    trained(monkeypatch, "1", [*there, wild], ahead=1)
+    # Where B is zero, A has no gradient to grow by.
+    trained(monkeypatch, "1", [*there, wild], b=0.3, ahead=1)
     return there, wild
 
 
@@ -134,7 +137,7 @@ def test_a_neighbour_whose_weights_are_no_numbers_fails_alone(monkeypatch):
 @interpreted
 def test_copies_that_hold_what_is_no_number_would_show(monkeypatch):
     """The twin: copies as they would be if a step just copied. Pages of the others hold some of
-    those rows."""
+    those rows of A."""
     step_jobs = optimiser.step_jobs
 
     def copied(rows, due):

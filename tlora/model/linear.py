@@ -9,8 +9,8 @@ from transformers.pytorch_utils import Conv1D
 
 from tlora.core.errors import ModelError
 from tlora.kernels import row_tiles
-from tlora.kernels.multi_lora import Way, multi_lora
-from tlora.kernels.multi_lora.routes import inside_way, operand_dtype
+from tlora.kernels.multi_lora import Ways, multi_lora
+from tlora.kernels.multi_lora.routes import inside_ways, operand_dtype
 from tlora.model.compiling import in_shards
 from tlora.model.pool import GroupPool
 from tlora.model.routing import Routing
@@ -129,18 +129,15 @@ def replace_linears(
     input (probe.py)."""
     numbers = {path: number for number, path in enumerate(targets)}
     # Where bits count: whether a block of tokens is too crowded for it depends on the neighbours.
-    # In shards a weight lies as it was gathered.
+    # In shards: a weight may begin anywhere in what was gathered, where nothing can be copied from.
     apart = routing.per_sequence or in_shards(model)
     groups = []
     for paths in grouped:
         linears = [cast(Linear, model.get_submodule(path)) for path in paths]
         own = [targets[path] for path in paths]
         operands = operand_dtype(routing.device, linears[0].weight.dtype, len(paths))
-        inside = None if apart else _inside(linears, own, routing.device, operands)
+        inside = () if apart else _inside(linears, own, routing.device, operands)
         pool = GroupPool(own, reserve_rows, routing.device, operands, inside)
-        if inside == "forward":
-            for linear in linears:
-                _turn(linear)
         group = SharedInput(linears, [numbers[path] for path in paths], pool, routing)
         groups.append(group)
         for index, (path, linear) in enumerate(zip(paths, linears, strict=True)):
@@ -162,17 +159,10 @@ def _check_formats(model: PreTrainedModel, pools: list[GroupPool]) -> None:
 
 def _inside(
     linears: list[Linear], targets: list[Target], device: torch.device, operands: torch.dtype
-) -> Way | None:
+) -> Ways:
     """Which products of these linears may take the adapters' update."""
     outs = tuple(target.out_features for target in targets)
-    way = inside_way(device, operands, targets[0].in_features, outs)
+    ways = inside_ways(device, operands, targets[0].in_features, outs)
     # Nothing adds a bias there.
     biased = any(linear.bias is not None for linear in linears)
-    return None if way == "forward" and biased else way
-
-
-def _turn(linear: Linear) -> None:
-    """Let the weight lie as [in, out], as B does; not that of another model that shares it."""
-    if isinstance(linear, nn.Linear):
-        turned = linear.weight.detach().T.contiguous().T
-        linear.weight = nn.Parameter(turned, requires_grad=linear.weight.requires_grad)
+    return tuple(way for way in ways if way == "backward" or not biased)

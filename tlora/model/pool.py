@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from tlora.kernels.multi_lora import Route, Way
+from tlora.kernels.multi_lora import Route, Ways
 from tlora.model.adapters import AdapterWeights
 from tlora.model.job_rows import Cut, JobRows, Part
 from tlora.model.rank_rows import RankRows, RowViews, clear, copy_all
@@ -34,10 +34,10 @@ class GroupPool:
         capacity: int,
         device: torch.device,
         operand_dtype: torch.dtype = torch.float32,
-        inside: Way | None = None,
+        inside: Ways = (),
     ) -> None:
         self.targets = targets
-        self.inside: Way | None = inside
+        self.inside = inside
         """Which products of these linears may take the adapters' update in their own loop."""
 
         width = targets[0].in_features

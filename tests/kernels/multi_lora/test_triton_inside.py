@@ -38,9 +38,7 @@ def small_products(monkeypatch):
 class Linears:
     """A group with three jobs, of which one has nothing on the first of two linears."""
 
-    def __init__(
-        self, features: tuple, way: Way | None, *, dropout: float = 0.0, turned: bool = True
-    ):
+    def __init__(self, features: tuple, *ways: Way, dropout: float = 0.0):
         torch.manual_seed(3)
         self.num_in, self.outs = features
         n = len(self.outs)
@@ -54,13 +52,11 @@ class Linears:
         self.dy = [torch.randn(TOKENS, out).to(DEVICE, DTYPE) for out in self.outs]
         self.weights = [torch.randn(out, self.num_in) / self.num_in**0.5 for out in self.outs]
         self.weights = [weight.to(DEVICE, DTYPE) for weight in self.weights]
-        if way == "forward" and turned:
-            self.weights = [weight.T.contiguous().T for weight in self.weights]
         # Rows of nobody are numbers, as they are in a pool.
         self.a = (torch.randn(600, self.num_in) / self.num_in**0.5).to(DEVICE, DTYPE)
         self.b = [(torch.randn(400, out) * 0.3).to(DEVICE, DTYPE) for out in self.outs]
         self.rows = torch.arange(TOKENS, dtype=torch.int32, device=DEVICE) % 40
-        self.group = Group(self.num_in, self.outs, max_rank=64, dropout=dropout > 0, inside=way)
+        self.group = Group(self.num_in, self.outs, max_rank=64, dropout=dropout > 0, inside=ways)
         self.biases: list[torch.Tensor | None] = [None] * n
 
     def _segment(self, start, stop, i, ranks, dropout):
@@ -117,12 +113,12 @@ class Linears:
 
 
 @pytest.fixture
-def launched(monkeypatch) -> list[int]:
-    """Products of our own that were launched: which list of pages each had."""
+def launched(monkeypatch) -> list[tuple[str, int]]:
+    """Products of our own that were launched: which way each was, and of which linear."""
     calls, original = [], triton_product.product
 
     def product(*arguments, **options):
-        calls.append(options["update"].number)
+        calls.append((options["update"].way, options["update"].linear))
         return original(*arguments, **options)
 
     monkeypatch.setattr(triton_product, "product", product)
@@ -133,7 +129,16 @@ def launched(monkeypatch) -> list[int]:
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_forward_has_the_update_inside(launched, dropout):
     Linears(FORWARD, "forward", dropout=dropout).check()
-    assert launched == [0, 1]
+    assert launched == [("forward", 0), ("forward", 1)]
+
+
+@runs_kernels
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_both_ways_have_the_update_inside(launched, dropout):
+    """A mask acts on dS A: then Y has it alone."""
+    Linears(TOGETHER, "forward", "backward", dropout=dropout).check()
+    forward = [("forward", linear) for linear in range(3)]
+    assert launched == [*forward, *([] if dropout else [("backward", 0)])]
 
 
 @runs_kernels
@@ -142,9 +147,9 @@ def test_backward_has_the_update_inside(launched, features):
     """In one product, whether of one linear or of several."""
     linears = Linears(features, "backward")
     linears.check()
-    assert launched == [0]
+    assert launched == [("backward", 0)]
     assert linears.run(needs_dx=False)[0][len(features[1])] is None
-    assert launched == [0], "nobody asks for dx"
+    assert launched == [("backward", 0)], "nobody asks for dx"
 
 
 @runs_kernels
@@ -153,15 +158,15 @@ def test_an_s_that_was_kept_gives_the_same_bits(launched):
     first, s = linears.run()
     again, _ = linears.run(kept=s)
     assert all(torch.equal(u, v) for u, v in zip(first, again, strict=True))
-    assert launched == [0, 1, 0, 1]
+    assert launched == [("forward", 0), ("forward", 1)] * 2
 
 
 ELSEWHERE = {
     "dropout acts on dS A": lambda: Linears(BACKWARD, "backward", dropout=0.3),
-    "the weight lies as usual": lambda: Linears(FORWARD, "forward", turned=False),
+    "the weight lies turned": lambda: _turned(Linears(FORWARD, "forward")),
     "a bias": lambda: _with_a_bias(Linears(FORWARD, "forward")),
     "a crowd": lambda: _crowded(Linears(FORWARD, "forward")),
-    "not asked for": lambda: Linears(FORWARD, None),
+    "not asked for": lambda: Linears(FORWARD),
     "float32, whose rows may hold anything": lambda: _in_float32(Linears(FORWARD, "forward")),
 }
 
@@ -170,7 +175,11 @@ def _in_float32(linears: Linears) -> Linears:
     linears.x, linears.a = linears.x.float(), linears.a.float()
     linears.dy, linears.b = [u.float() for u in linears.dy], [u.float() for u in linears.b]
     linears.weights = [weight.float() for weight in linears.weights]
-    assert linears.weights[0].T.is_contiguous()
+    return linears
+
+
+def _turned(linears: Linears) -> Linears:
+    linears.weights = [weight.T.contiguous().T for weight in linears.weights]
     return linears
 
 
@@ -202,14 +211,19 @@ def test_smaller_nano_batches_go_the_other_way(launched, monkeypatch):
 
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-SHAPES = {"inside": (128, (256, 256)), "forward": (256, (128,)), "backward": (128, (256, 128))}
+SHAPES = {
+    "inside": (128, (256, 256)),
+    "forward": (256, (128,)),
+    "backward": (128, (256, 128)),
+    "both": (128, (128, 64)),
+}
 """Gate and up as the settings have them; others the way that they do not."""
 
-LAUNCHES = {"inside": 2, "forward": 1, "backward": 1}
+LAUNCHES = {"inside": 2, "forward": 1, "backward": 1, "both": 3}
 
 
 def benchmarked(how: str):
-    """The linears that `gpu_linears.py --how inside forward backward` times."""
+    """The linears that `gpu_linears.py --how inside forward backward both` times."""
     linears = __import__("gpu_linears")
     case = linears.Case(256, 3, "mixed", 0.0)
     return linears, linears.InsideGroup(case, SHAPES[how], shadow=True)
@@ -223,8 +237,12 @@ def test_the_benchmark_has_the_update_inside(launched, how):
     linears.check_inside("linears", group, how)
     assert len(launched) == LAUNCHES[how]
     assert not group.grad_a.any()
-    blocks = group.pages[group.way(how)]
-    wrong = [replace(each, a_row=0, b_rows=(0,) * len(each.ranks)) for each in group.segments]
+    blocks = group.pages[group.ways(how)]
+    # Those of another order of the jobs.
+    wrong = [
+        replace(each, a_row=other.a_row, ranks=other.ranks)
+        for each, other in zip(group.segments, reversed(group.segments), strict=True)
+    ]
     first = blocks.layout.first_head(0)
     blocks.table.view(-1)[first:] = build_table(blocks.layout, wrong).view(-1)[first:]
     with pytest.raises(AssertionError, match=f"{how}: errors"):

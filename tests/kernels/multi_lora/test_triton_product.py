@@ -9,10 +9,10 @@ from support.interpreter import DEVICE, KERNELS_RUN, runs_kernels
 from tlora.kernels.multi_lora import pages
 from tlora.kernels.multi_lora.blocks import Blocks, Layout
 from tlora.kernels.multi_lora.settings import Tuning
-from tlora.kernels.multi_lora.tables import Segment
+from tlora.kernels.multi_lora.tables import Segment, s_columns
 
 if KERNELS_RUN:
-    from tlora.kernels.multi_lora import triton_product
+    from tlora.kernels.multi_lora import triton_pages, triton_product
 
 pytestmark = pytest.mark.usefixtures("new_tensors_hold_nan")
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16
@@ -24,15 +24,20 @@ RANKS = (5, 64, 16)
 DEPTHS = (DEPTH, 64, 72)
 """Of the products that are summed."""
 
+TILE = 48
+"""Features that a part of dS is of: three, two and two parts of these."""
+
+SCALE = 1.25
+
 
 def segment(start: int, stop: int, i: int, rank: int) -> Segment:
     """Pages meet rows of a neighbour, and begin anywhere."""
-    return Segment(start, stop, 75 * i, (rank, max(0, rank - 5)), (41 * i, 43 * i + 7), scale=1.0)
+    return Segment(start, stop, 75 * i, (rank, max(0, rank - 5)), (41 * i, 43 * i + 7), SCALE)
 
 
 def in_eights(start: int, stop: int, i: int, ranks: tuple[int, ...]) -> Segment:
     """Rows of all linears follow each other without a gap, and so do their columns."""
-    return Segment(start, stop, 75 * i, ranks, (0,) * len(ranks), scale=1.0)
+    return Segment(start, stop, 75 * i, ranks, (0,) * len(ranks), SCALE)
 
 
 CASES = {
@@ -57,7 +62,7 @@ class Problem:
     def __init__(self, segments: list[Segment], way: pages.Way, linears: int = 2):
         torch.manual_seed(0)
         self.segments, self.way, self.linears = segments, way, linears
-        depths = DEPTHS[:linears]
+        depths = self.depths = DEPTHS[:linears]
         layout = Layout(
             num_tokens=TOKENS,
             in_features=DEPTH if way == "forward" else WIDTH,
@@ -65,43 +70,68 @@ class Problem:
             max_segments=32,
             max_rank=152,
             dropout=False,
-            inside=way,
+            inside=("forward", "backward"),
         )
         self.blocks = Blocks.new(layout, DEVICE)
         self.blocks.copy(segments)
-        self.s = randn(TOKENS, layout.s_width)
         self.rows = [randn(75 * pages.SLOTS + 300, WIDTH) * 64**-0.5 for _ in range(linears)]
         if way == "backward":
+            self.parts = randn(-(-max(depths) // TILE), TOKENS, layout.s_width) / 2
             self.rows = self.rows[:1] * linears
             self.x = [randn(TOKENS, depth) for depth in depths]
             self.w = [randn(depth, WIDTH) * sum(depths) ** -0.5 for depth in depths]
         else:
+            self.s = randn(TOKENS, layout.s_width)
             self.x = [randn(TOKENS, DEPTH)] * linears
-            self.w = [randn(DEPTH, WIDTH) * DEPTH**-0.5 for _ in range(linears)]
+            self.w = [randn(WIDTH, DEPTH) * DEPTH**-0.5 for _ in range(linears)]
+        # As kernels leave it: zeros behind a rank, up to a multiple of eight.
+        s = self.s[None] if way == "forward" else self.parts
+        for each in segments:
+            for col, rank in zip(s_columns(each.ranks), each.ranks, strict=True):
+                s[:, each.start : each.stop, col + rank : col + -(-rank // 8) * 8] = 0.0
 
     def run(self, tuning: Tuning = TUNING) -> list[torch.Tensor]:
         """Over outputs of NaN."""
-        slots, outputs = triton_product.place(self.s, self.blocks), []
-        together = [(self.x, self.w)]
-        apart = [([x], [w]) for x, w in zip(self.x, self.w, strict=True)]
-        for i, (x, w) in enumerate(apart if self.way == "forward" else together):
-            y = torch.full((TOKENS, WIDTH), torch.nan, device=DEVICE, dtype=DTYPE)
-            update = triton_product.Update(slots, self.rows[i], self.blocks, i)
-            triton_product.product(y, x, w, update=update, tuning=tuning)
-            outputs.append(y)
+        outputs = [
+            torch.full((TOKENS, WIDTH), torch.nan, device=DEVICE, dtype=DTYPE)
+            for _ in range(self.linears if self.way == "forward" else 1)
+        ]
+        if self.way == "backward":
+            update = triton_product.Update(self.placed()[1], self.rows[0], self.blocks, "backward")
+            triton_product.product(outputs[0], self.x, self.w, update=update, tuning=tuning)
+            return outputs
+        slots, turned = triton_pages.lay(self.s, self.rows, self.blocks)
+        for i, (y, x, w) in enumerate(zip(outputs, self.x, self.w, strict=True)):
+            update = triton_product.Update(slots, turned[i], self.blocks, "forward", i)
+            triton_product.product(y, [x], [w], by_feature=True, update=update, tuning=tuning)
         return outputs
+
+    def placed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """dS, and what lies in the slots of backward's pages."""
+        ds = torch.full_like(self.parts[0], torch.nan)
+        slots = triton_pages.new_slots(ds)
+        triton_pages.sum_into_slots(
+            ds, slots, self.parts, list(self.depths), TILE, self.blocks, tokens=8, parts=2
+        )
+        return ds, slots
+
+    def s_of(self, linear: int, here: slice, columns: slice) -> torch.Tensor:
+        if self.way == "forward":
+            return self.s[here, columns].float()
+        tiles = -(-self.depths[linear] // TILE)
+        return SCALE * self.parts[:tiles, here, columns].float().sum(0)
 
     def expected(self, scale: float = 1.0) -> list[torch.Tensor]:
         outputs = []
         for linear, (x, w, rows) in enumerate(zip(self.x, self.w, self.rows, strict=True)):
-            y = x.float() @ w.float()
+            y = x.float() @ (w.float().T if self.way == "forward" else w.float())
             for each in self.segments:
                 rank, first = each.ranks[linear], each.b_rows[linear]
                 if self.way == "backward":
                     first = each.a_row + sum(each.ranks[:linear])
                 col = sum(-(-r // 8) * 8 for r in each.ranks[:linear])
                 here = slice(each.start, each.stop)
-                s = self.s[here, col : col + rank].float()
+                s = self.s_of(linear, here, slice(col, col + rank))
                 y[here] += scale * s @ rows[first : first + rank].float()
             outputs.append(y)
         return outputs if self.way == "forward" else [sum(outputs)]
@@ -162,19 +192,70 @@ def test_a_job_has_the_same_bits_among_others():
         Problem(each, "backward")
         for each in ([mine], [segment(0, 20, 5, 64), mine, segment(100, 128, 0, 5)])
     )
-    among.s[:20] = torch.nan
+    among.parts[:, :20] = torch.nan
     for one, other in zip(alone.run(), among.run(), strict=True):
         assert torch.equal(one[20:100], other[20:100])
         assert other[:20].isnan().all() and other[128:].isfinite().all()
 
 
 @runs_kernels
-@pytest.mark.parametrize("features", [128, 256])
-def test_every_tile_is_written_where_the_last_wave_is_not_full(features: int):
+@pytest.mark.parametrize(("features", "by_feature"), [(128, False), (256, True)])
+def test_every_tile_is_written_where_the_last_wave_is_not_full(features: int, by_feature: bool):
     """Eighteen blocks of tokens, in waves of sixteen; no update."""
     tokens, depth, width = 18 * 128, 64, 520
     torch.manual_seed(0)
     x, w = randn(tokens, depth), randn(depth, width) * depth**-0.5
     y = torch.full((tokens, width), torch.nan, device=DEVICE, dtype=DTYPE)
-    triton_product.product(y, [x], [w], tuning=replace(TUNING, features=features))
+    laid = w.T.contiguous() if by_feature else w
+    tuning = replace(TUNING, features=features)
+    triton_product.product(y, [x], [laid], by_feature=by_feature, tuning=tuning)
     assert error(y, x.float() @ w.float()) < LIMIT
+
+
+@runs_kernels
+@pytest.mark.parametrize("ranks", [(16, 24, 64), (5, 16, 9), (8, 0, 8)])
+def test_ds_that_is_placed_has_the_bits_of_ds_that_is_not(ranks: tuple[int, ...]):
+    """Of every job's own columns, in parts of linears whose widths differ; each slot has them too,
+    and zeros beside them."""
+    from tlora.kernels.multi_lora import triton_backward
+
+    jobs = [
+        in_eights(0, 150, 1, ranks),
+        in_eights(150, 150, 3, ranks),
+        in_eights(170, 290, 0, ranks),
+    ]
+    problem = Problem(jobs, "backward", 3)
+    columns = sum(-(-rank // 8) * 8 for rank in ranks)
+    ds, slots = problem.placed()
+    usual = torch.full_like(ds, torch.nan)
+    tuning = Tuning(tokens=8, features=0, programs=16)
+    triton_backward.sum_parts(
+        usual, problem.parts, list(problem.depths), TILE, problem.blocks, tuning
+    )
+    for job in (jobs[0], jobs[2]):
+        here = slice(job.start, job.stop)
+        assert torch.equal(ds[here, :columns], usual[here, :columns])
+    assert ds[150:170].isnan().all() and ds[290:].isnan().all()
+    found = pages.find(jobs, TOKENS, ("backward",))
+    for block, slot, values in zip(found.block, found.slot, found.values, strict=True):
+        start, stop, col, rank = values[:4].tolist()
+        tokens = slice(block * pages.BLOCK, min(TOKENS, (block + 1) * pages.BLOCK))
+        wanted = torch.zeros(TOKENS, pages.PAGE, device=DEVICE, dtype=DTYPE)
+        wanted[start:stop, :rank] = usual[start:stop, col : col + rank]
+        assert torch.equal(slots[tokens, slot * pages.PAGE :][:, : pages.PAGE], wanted[tokens])
+
+
+@runs_kernels
+def test_b_turned_has_every_column_that_a_page_reads():
+    """Rank rows of each job and zeros up to the next; behind the last one a page of zeros."""
+    jobs = [segment(0, 60, 0, 5), segment(70, 70, 1, 8), segment(70, 250, 2, 150)]
+    problem = Problem(jobs, "forward")
+    _, turned = triton_pages.lay(problem.s, problem.rows, problem.blocks)
+    for linear, (found, rows) in enumerate(zip(turned, problem.rows, strict=True)):
+        wanted = torch.zeros(WIDTH, 16 + 160 + pages.PAGE, device=DEVICE, dtype=DTYPE)
+        first = 0
+        for job in (jobs[0], jobs[2]):
+            rank, row = job.ranks[linear], job.b_rows[linear]
+            wanted[:, first : first + rank] = rows[row : row + rank].T
+            first += -(-rank // 16) * 16
+        assert torch.equal(found[:, : first + pages.PAGE], wanted[:, : first + pages.PAGE]), linear

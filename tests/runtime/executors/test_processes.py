@@ -122,7 +122,7 @@ def test_jobs_over_two_processes_train_as_on_one_device_and_replay(new_run, tmp_
 
 
 def test_a_killed_worker_is_replaced_and_no_job_is_harmed(new_run, tmp_path) -> None:
-    """Its jobs wait, go on from their checkpoints, and end with the bits that they would have had."""
+    """Its jobs wait, go on from their checkpoints, and end with the bits that they would have."""
     spec, root = new_run("a", "b", "c", max_steps=30)
     spec = exact(spec)
     saving = replace(spec, jobs=tuple(replace(j, save=replace(j.save, steps=5)) for j in spec.jobs))

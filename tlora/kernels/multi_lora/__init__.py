@@ -2,7 +2,7 @@
 maths."""
 
 from tlora.kernels.multi_lora.function import multi_lora
-from tlora.kernels.multi_lora.pages import Way
+from tlora.kernels.multi_lora.pages import Ways
 from tlora.kernels.multi_lora.routes import Group, Route, Routes, power_of_two
 from tlora.kernels.multi_lora.tables import Segment, write_table
 
@@ -11,7 +11,7 @@ __all__ = [
     "Route",
     "Routes",
     "Segment",
-    "Way",
+    "Ways",
     "multi_lora",
     "power_of_two",
     "write_table",

@@ -11,7 +11,6 @@ start, partial sums are added in the order of the job's own tokens.
 """
 
 import functools
-import struct
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
@@ -21,8 +20,8 @@ import numpy as np
 import torch
 
 from tlora.kernels.multi_lora import pages, settings
-from tlora.kernels.multi_lora.pages import Pages, Way
-from tlora.kernels.multi_lora.tables import Segment
+from tlora.kernels.multi_lora.pages import Pages, Way, Ways
+from tlora.kernels.multi_lora.tables import Segment, float_bits, round_up, s_columns
 
 COLUMNS = 16
 _NO_ROWS = np.zeros((0, COLUMNS), dtype=np.int32)
@@ -37,8 +36,10 @@ _NO_ROWS = np.zeros((0, COLUMNS), dtype=np.int32)
     KEY,
     SCALE,  # float bits
     KEEP,  # float bits of 1 / (1 - p)
-    FIRST,  # `expand`: first piece; `reduce`: first row of the job's partial sums
-    SIZE,  # `expand`: number of pieces; `reduce`: number of partial sums (1: none needed)
+    # `expand`: first piece, and how many; `reduce`: first row of the job's partial sums, and how
+    # many of them (1: none needed); pieces of Y: first column of B turned, and how many
+    FIRST,
+    SIZE,
     INDEX,  # `reduce`: place of this row among them
     GROUP,  # `reduce`: which job and piece, for the counter of finished partial sums
     ZERO,  # `reduce`: 1 if the gradient is known to be zero and need not be read
@@ -107,7 +108,7 @@ class Layout:
     max_segments: int
     max_rank: int
     dropout: bool = True
-    inside: Way | None = None
+    inside: Ways = ()
     """Which of the group's products may take the update in their own loop."""
 
     tiles: Tiles = Tiles()
@@ -119,7 +120,7 @@ class Layout:
     @property
     def s_width(self) -> int:
         """Columns of S: every linear's rank, rounded up to eight (16 bytes in half precision)."""
-        return self.num_linears * _round_up(self.max_rank, 8)
+        return self.num_linears * round_up(self.max_rank, 8)
 
     def _blocks(self, tokens: int) -> int:
         return self.num_tokens // tokens + self.max_segments
@@ -173,17 +174,26 @@ class Layout:
 
     @property
     def page_lists(self) -> int:
-        return pages.num_lists(self.num_linears, self.inside) if self.inside else 0
+        return pages.num_lists(self.num_linears, self.inside)
+
+    def lists_of(self, way: Way) -> range:
+        """Its lists of pages: one of each linear, or one of all."""
+        first = pages.first_list(self.num_linears, self.inside, way)
+        return range(first, first + (self.num_linears if way == "forward" else 1))
+
+    @property
+    def turned_columns(self) -> int:
+        return pages.turned_columns(self.max_segments, self.max_rank)
 
     def first_head(self, number: int) -> int:
         """Where the heads of a list of pages begin in the table, in numbers."""
         blocks = pages.num_blocks(self.num_tokens)
         return self._list_rows * COLUMNS + number * blocks * pages.HEAD
 
-    @property
-    def first_page(self) -> int:
-        """Where the pages themselves do, of all lists."""
-        return self.first_head(self.page_lists)
+    def first_page(self, number: int) -> int:
+        """Where its pages themselves do: those of all lists follow the heads of all."""
+        pages_of = pages.num_blocks(self.num_tokens) * pages.SLOTS * pages.PAGE_COLUMNS
+        return self.first_head(self.page_lists) + number * pages_of
 
     @property
     def num_counters(self) -> int:
@@ -292,7 +302,7 @@ def _lists(layout: Layout, segments: list[Segment]) -> dict[str, np.ndarray]:
         "shrink_dy": _blocks(spans, _pieces(segments, tiles.shrink_rank, "b"), tiles.shrink_tokens),
         "reduce_a": _blocks(spans, _pieces(segments, tiles.stack_rank, "a"), tiles.chunk_tokens),
         "reduce_b": _blocks(spans, apart, tiles.chunk_tokens),
-        "pieces_y": apart.rows,
+        "pieces_y": _turned(apart, segments) if "forward" in layout.inside else apart.rows,
         "pieces_dx": (stacked := _pieces(segments, tiles.chunk_rank, "a")).rows,
     }
     gaps = _spans(_gaps(layout, segments))
@@ -339,6 +349,22 @@ def _expands(
     repeated = _Spans(*(np.repeat(edges, each) for edges in spans))
     one = np.ones(count, dtype=np.int64)
     return _even_blocks(repeated, _Pieces(rows, one), layout.tiles.expand_tokens)
+
+
+def _turned(pieces: _Pieces, segments: list[Segment]) -> np.ndarray:
+    """With the columns of B turned that each of them has; the last of a linear has those of a page
+    more, so that whoever reads a page reads numbers."""
+    rows = pieces.rows.copy()
+    if not segments:
+        return rows
+    owners, linears = pieces.owners, rows[:, LINEAR]
+    first = np.array(pages.turned_at(segments))[owners, linears]
+    begins = np.array([s_columns(each.ranks) for each in segments])[owners, linears]
+    rows[:, FIRST] = first + rows[:, COL] - begins
+    rows[:, SIZE] = -(-rows[:, RANK] // pages.TURNED) * pages.TURNED
+    _, last = np.unique(linears[::-1], return_index=True)
+    rows[len(rows) - 1 - last, SIZE] += pages.PAGE
+    return rows
 
 
 def _number_sums(rows: np.ndarray, pieces: np.ndarray) -> None:
@@ -390,7 +416,7 @@ def _pieces_of(
     piece of them may span linears.
     """
     a_rows = np.cumsum([a_row, *ranks])[:-1].tolist()
-    cols = np.cumsum([0, *(_round_up(rank, 8) for rank in ranks)])[:-1].tolist()
+    cols = s_columns(ranks)
     first_rows = a_rows if side == "a" else b_rows
     parts = list(zip(range(len(ranks)), first_rows, cols, ranks, strict=True))
     if side == "a" and not threshold and all(rank % 8 == 0 for rank in ranks):
@@ -401,8 +427,8 @@ def _pieces_of(
             values = [0] * COLUMNS
             values[LINEAR], values[W_ROW], values[COL] = linear, row + first, col + first
             values[RANK] = min(cap, rank - first)
-            values[THRESHOLD], values[SCALE] = _signed(threshold), _float_bits(scale)
-            values[KEEP] = _float_bits(1.0 / (1.0 - threshold / 2**32))
+            values[THRESHOLD], values[SCALE] = _signed(threshold), float_bits(scale)
+            values[KEEP] = float_bits(1.0 / (1.0 - threshold / 2**32))
             rows.append(values)
     return np.array(rows, dtype=np.int32).reshape(-1, COLUMNS)
 
@@ -443,13 +469,5 @@ def _gaps(layout: Layout, segments: list[Segment]) -> list[tuple[int, int]]:
     return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
 def _signed(value: int) -> int:
     return value - 2**32 if value >= 2**31 else value
-
-
-def _float_bits(value: float) -> int:
-    return struct.unpack("<i", struct.pack("<f", value))[0]

@@ -56,7 +56,7 @@ def _triton_forward(x, weights, biases, transposed, a, b, route, rows, linears, 
     y = [x.new_empty(x.shape[0], _out_features(weight, transposed)) for weight in weights]
     bases = [weight.T if transposed else weight for weight in weights]
     no_bias = all(bias is None for bias in biases)
-    if no_bias and _takes_update("forward", blocks, x, a, [base.T for base in bases], tile_rows):
+    if no_bias and _takes_update("forward", blocks, x, a, bases, tile_rows):
         from tlora.kernels.multi_lora import triton_product
 
         s = triton_product.linears_with_update(y, x, bases, a, b, blocks, rows, linears, s=kept)
@@ -91,31 +91,33 @@ def _backward(
 def _triton_backward(
     x, dy, s, bases, a, b, grad_a, grad_b, route, rows, linears, needs_dx, tile_rows
 ):
-    from tlora.kernels.multi_lora import triton_backward
+    from tlora.kernels.multi_lora import triton_backward, triton_pages
 
     x, blocks = x.contiguous(), blocks_of(route)
     dx = torch.empty_like(x) if needs_dx else None
     inside = needs_dx and _takes_update("backward", blocks, x, a, bases, tile_rows)
-    ds = triton_backward.add_backward(
-        None if inside else dx, x, dy, s, a, b, grad_a, grad_b, blocks, rows, linears, write=True
-    )
+    slots = triton_pages.new_slots(s) if inside else None
+    triton_backward.add_backward(
+        None if inside else dx, x, dy, s, a, b, grad_a, grad_b, blocks, rows, linears,
+        write=True, slots=slots,
+    )  # fmt: skip
     if dx is None:
         return None
-    if inside:
+    if slots is not None:
         from tlora.kernels.multi_lora import triton_product
 
-        triton_product.input_gradient_with_update(dx, dy, bases, ds, a, blocks)
+        triton_product.input_gradient_with_update(dx, dy, bases, slots, a, blocks)
     else:
         row_tiles.add_input_gradient(dx, dy, bases, tile_rows)
     return dx
 
 
 def _takes_update(way, blocks, x, a, weights, tile_rows) -> bool:
-    """Whether products with these weights, [depth, features], have the update inside. Only copies
-    in half precision are known to hold numbers alone."""
+    """Whether products with these weights, [out, in], have the update inside. Only copies in half
+    precision are known to hold numbers alone."""
     half = x.dtype in (torch.bfloat16, torch.float16) and a.dtype == x.dtype
     alike = all(each.is_contiguous() and each.dtype == x.dtype for each in weights)
-    return blocks.layout.inside == way and half and alike and not tile_rows
+    return way in blocks.layout.inside and half and alike and not tile_rows
 
 
 def _out_features(weight: torch.Tensor, transposed: bool) -> int:

@@ -15,7 +15,7 @@ import torch
 from tlora.kernels.multi_lora import pages, settings
 from tlora.kernels.multi_lora.blocks import Blocks, Layout, Tiles
 from tlora.kernels.multi_lora.devices import limits
-from tlora.kernels.multi_lora.pages import Pages, Way
+from tlora.kernels.multi_lora.pages import Ways
 from tlora.kernels.multi_lora.tables import Segment, new_table, write_table
 
 MIN_SEGMENTS = 64
@@ -55,7 +55,7 @@ class Group(NamedTuple):
     out_features: tuple[int, ...]
     max_rank: int
     dropout: bool
-    inside: Way | None = None
+    inside: Ways = ()
     """Which of its products may take the update in their own loop."""
 
 
@@ -102,15 +102,15 @@ def update_inside() -> bool:
     return os.environ.get("TLORA_UPDATE_INSIDE") != "0"
 
 
-def inside_way(
+def inside_ways(
     device: torch.device, operands: torch.dtype, in_features: int, out_features: tuple[int, ...]
-) -> Way | None:
+) -> Ways:
     """Which products of a group of linears may take the update in their own loop. Rows of other
     jobs meet zeros there, so the pool's copy must hold numbers only."""
     half = operands in (torch.bfloat16, torch.float16)
     if not (update_inside() and half and triton_serves(device)):
-        return None
-    return settings.inside_way(in_features, out_features, limits(device))
+        return ()
+    return settings.inside_ways(in_features, out_features, limits(device))
 
 
 class Routes:
@@ -140,7 +140,11 @@ class Routes:
         return known
 
     def _write_blocks(self, group: Group, segments: list[Segment], num_tokens: int) -> Route:
-        found = _pages(group, segments, num_tokens)
+        inside = _inside(group, num_tokens)
+        found = pages.find(segments, num_tokens, inside) if inside else None
+        if found and not found.fit:
+            # A crowd in a block of tokens goes the other way.
+            inside, found = (), None
         layout = Layout(
             num_tokens=num_tokens,
             in_features=group.in_features,
@@ -148,7 +152,7 @@ class Routes:
             max_segments=power_of_two(len(segments), MIN_SEGMENTS),
             max_rank=power_of_two(group.max_rank, MIN_RANK),
             dropout=group.dropout,
-            inside=group.inside if found else None,
+            inside=inside,
             tiles=Tiles.for_tokens(num_tokens, dropout=group.dropout),
         )
         if layout not in self._blocks:
@@ -159,16 +163,11 @@ class Routes:
         return route
 
 
-def _pages(group: Group, segments: list[Segment], num_tokens: int) -> Pages | None:
-    """For products that take the update; a nano-batch with a crowd in a block of tokens goes the
-    other way."""
-    if group.inside is None or num_tokens < settings.INSIDE_TOKENS:
-        return None
-    # Dropout acts on dS A before it is added to dX.
-    if group.inside == "backward" and group.dropout:
-        return None
-    found = pages.find(segments, num_tokens, group.inside)
-    return found if found.fit else None
+def _inside(group: Group, num_tokens: int) -> Ways:
+    """Dropout acts on dS A before it is added to dX."""
+    if num_tokens < settings.INSIDE_TOKENS:
+        return ()
+    return tuple(way for way in group.inside if way == "forward" or not group.dropout)
 
 
 def power_of_two(count: int, smallest: int) -> int:

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tlora.kernels.multi_lora.pages import BLOCK, Way
+from tlora.kernels.multi_lora.pages import BLOCK, Ways
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +150,9 @@ TUNINGS: dict[str, Tuning] = {
 PRODUCT = Tuning(tokens=BLOCK, features=256, warps=8, stages=3, programs=1)
 """Of a frozen product with the update inside (triton_product.py)."""
 
+LAY = Tuning(tokens=32, features=128, warps=4, programs=4)
+"""Of what such a product of Y reads (triton_pages.py): S and B turned."""
+
 INSIDE_TOKENS = 8192
 """Of a nano-batch whose products take the update inside: smaller ones were not compared."""
 
@@ -159,17 +162,16 @@ NARROW_INPUT = 2048
 a small part either way, and with many jobs in a block of tokens it costs more there."""
 
 
-def inside_way(in_features: int, out_features: tuple[int, ...], device: Device) -> Way | None:
+def inside_ways(in_features: int, out_features: tuple[int, ...], device: Device) -> Ways:
     """Where the update costs less inside of a group's products than in a kernel that writes Y or
-    dX, if anywhere (README.md has the times): one way or the other, since the frozen weight lies in
-    one. The product relies on what Hopper has."""
+    dX, if anywhere (README.md has the times). The product relies on what Hopper has."""
     rows_are_aligned = all(features % 8 == 0 for features in (in_features, *out_features))
     if device.capability != 90 or not rows_are_aligned:
-        return None
+        return ()
     if sum(out_features) <= 2 * in_features:
-        return "backward"
+        return ("backward",)
     wide = len(out_features) > 1 and min(out_features) > in_features
-    return "forward" if wide and in_features <= NARROW_INPUT else None
+    return ("forward",) if wide and in_features <= NARROW_INPUT else ()
 
 
 LEAST_FEATURES = 32

@@ -11,7 +11,9 @@ change. Row 0 holds the number of segments; row i the i-th segment:
 Rank rows of the group's linears follow each other in A, in the order of the linears.
 """
 
+import struct
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -91,3 +93,17 @@ def _parse(table: torch.Tensor, scales: torch.Tensor) -> list[Segment]:
         )
         for row, scale in zip(table[1 : count + 1].tolist(), scales[:count].tolist(), strict=True)
     ]
+
+
+def s_columns(ranks: tuple[int, ...]) -> list[int]:
+    """Where the linears of a job begin in S: at multiples of eight, 16 bytes in half precision."""
+    return list(accumulate((round_up(rank, 8) for rank in ranks), initial=0))[:-1]
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def float_bits(value: float) -> int:
+    """As an int32 of a table."""
+    return struct.unpack("<i", struct.pack("<f", value))[0]

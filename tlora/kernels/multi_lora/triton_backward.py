@@ -48,6 +48,7 @@ from tlora.kernels.multi_lora.triton_items import (
     pick,
     place_of,
 )
+from tlora.kernels.multi_lora.triton_pages import sum_into_slots
 from tlora.kernels.multi_lora.triton_streams import feature_hash, kept, linear_key, row_hash
 
 INDEX = tl.constexpr(lists.INDEX)
@@ -343,8 +344,10 @@ def reduce_fused(
     tuning: Tuning | None = None,
     sum_tuning: Tuning | None = None,
     part_dtype: torch.dtype | None = None,
+    slots: torch.Tensor | None = None,
 ) -> None:
-    """grads_l += s^T dy_l and ds = scale * dy_l b_l^T, reading dy once."""
+    """grads_l += s^T dy_l and ds = scale * dy_l b_l^T, reading dy once. With `slots` ds is there
+    too (pages.py)."""
     layout = blocks.layout
     features = [dy_l.shape[1] for dy_l in dy]
     shape = shape_of(layout, s, b[0], dropout=False)
@@ -353,7 +356,13 @@ def reduce_fused(
     part = torch.empty(tiles, *s.shape, dtype=part_dtype or s.dtype, device=s.device)
     reduce(grads, s, dy, blocks, rows, linears, name="reduce_b", tuning=tuning, w=b, part=part)
     sum_tuning = sum_tuning or tuning_of("sum", shape, s.device)
-    sum_parts(ds, part, features, tuning.features, blocks, sum_tuning)
+    if slots is None:
+        sum_parts(ds, part, features, tuning.features, blocks, sum_tuning)
+    else:
+        sum_into_slots(
+            ds, slots, part, features, tuning.features, blocks,
+            tokens=sum_tuning.tokens, parts=SUM_PARTS,
+        )  # fmt: skip
 
 
 def sum_parts(
@@ -392,20 +401,21 @@ def add_backward(
     *,
     write: bool = False,
     fused: bool = True,
-) -> torch.Tensor:
-    """grad_a += ..., grad_b += ..., and dx += ..., or with `write` dx = ... for every token. Gives
-    dS.
+    slots: torch.Tensor | None = None,
+) -> None:
+    """grad_a += ..., grad_b += ..., and dx += ..., or with `write` dx = ... for every token.
 
-    s is what forward gave; dx is None where nobody asks for it, or asks for it elsewhere.
+    s is what forward gave; dx is None where nobody asks for it, or asks for it elsewhere, of dS in
+    `slots`.
     """
     n = blocks.layout.num_linears
     ds = torch.empty_like(s)
     if fused:
-        reduce_fused(ds, grad_b, s, dy, b, blocks, rows, linears)
+        reduce_fused(ds, grad_b, s, dy, b, blocks, rows, linears, slots=slots)
     else:
+        assert slots is None, "dS of slots comes in parts"
         shrink(ds, dy, b, blocks, rows, linears, name="shrink_dy")
         reduce(grad_b, s, dy, blocks, rows, linears, name="reduce_b")
     reduce([grad_a] * n, ds, [x] * n, blocks, rows, linears, name="reduce_a")
     if dx is not None:
         expand([dx], ds, [a], blocks, rows, linears, name="expand_dx", write=write)
-    return ds

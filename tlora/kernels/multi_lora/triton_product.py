@@ -7,8 +7,9 @@ steps of its inner dimension a tile takes one for each page of rank rows that it
 (pages.py): only the tensors that a step reads differ, and a tensor descriptor is chosen like any
 number. No other kernel writes Y or dX, and nothing reads them back.
 
-B and A lie in the pool as [rank rows, features], so the frozen weight has to lie as [depth,
-features] too: as it is for dX, turned for Y.
+Weights and rank rows of a product lie the same way, and the frozen weight lies as it was loaded:
+dX has W_l of [depth, features] and A as it is in the pool, [rank rows, features]; Y has W of
+[features, depth], and B turned (triton_pages.py).
 
 Letters: M blocks of tokens, N tiles of features, K steps of the inner dimension; tiles: BM tokens,
 BN features, STEP of the inner dimension.
@@ -26,10 +27,9 @@ from tlora.kernels.multi_lora import pages, settings
 from tlora.kernels.multi_lora.blocks import Blocks
 from tlora.kernels.multi_lora.settings import Tuning
 from tlora.kernels.multi_lora.triton_forward import shrunk, three
+from tlora.kernels.multi_lora.triton_pages import lay
 
 HEAD = tl.constexpr(pages.HEAD)
-SLOTS = tl.constexpr(pages.SLOTS)
-PAGE = tl.constexpr(pages.PAGE)
 
 WAVE_BLOCKS = 16
 """Blocks of tokens whose tiles are computed side by side: with as many features they fill the
@@ -61,11 +61,11 @@ def product_kernel(
     x0_desc, x1_desc, x2_desc, s_desc, w0_desc, w1_desc, w2_desc, rows_desc, y_desc,
     p_table, first_head, first_slot, num_m, num_n, end_0, end_1, num_k, wave,
     BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr, MOST: tl.constexpr,
-    NUM: tl.constexpr, UPDATE: tl.constexpr,
+    NUM: tl.constexpr, UPDATE: tl.constexpr, BY_FEATURE: tl.constexpr,
 ):  # fmt: skip
     """y [tokens, features] = the sum of NUM products x w + the steps of each tile's own pages.
     end_0, end_1: steps of the first product, and of the first two. MOST: tiles of a program, or
-    more."""
+    more. BY_FEATURE: w and rows lie as [features, depth]."""
     p_heads = p_table + first_head
     num_tiles, programs = num_m * num_n, tl.num_programs(0)
     o_tile = tl.program_id(0) + tl.arange(0, MOST) * programs
@@ -120,58 +120,32 @@ def product_kernel(
             at_x = tl.where(i_page < 0, at_x, (first_slot + i_page) * STEP)
             at_w = tl.where(i_page < 0, at_w, (rows & 0xFFFF).to(tl.int32))
         b_x = x.load([i_m * BM, at_x])  # [BM, STEP]
-        b_w = w.load([at_w, i_n * BN])  # [STEP, BN]
+        # [STEP, BN]
+        b_w = w.load([i_n * BN, at_w]).T if BY_FEATURE else w.load([at_w, i_n * BN])
         b_y = tl.dot(b_x, b_w, b_y)
         if i_k == last:
             y_desc.store([i_m * BM, i_n * BN], b_y.to(y_desc.dtype))
             b_y = tl.zeros((BM, BN), dtype=tl.float32)
 
 
-@triton.jit(do_not_specialize=["first_head", "first_page", "T"])
-def place_kernel(
-    p_slots, p_s, p_table, first_head, first_page, T,
-    W: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    """S of a block's pages side by side, those of a list together; zeros beside it."""
-    i_m, i_page, i_l = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    i_block = i_l * tl.num_programs(0) + i_m
-    if i_page < tl.load(p_table + first_head + i_block * HEAD):
-        p_page = p_table + first_page + (i_block * SLOTS + i_page) * 4
-        start, stop = tl.load(p_page), tl.load(p_page + 1)
-        col, rank = tl.load(p_page + 2), tl.load(p_page + 3)
-        o_t, o_r = i_m * BM + tl.arange(0, BM), tl.arange(0, PAGE)
-        m_s = ((o_t >= start) & (o_t < stop))[:, None] & (o_r < rank)[None, :]
-        o_row = o_t.to(tl.int64)[:, None]
-        b_s = tl.load(p_s + o_row * W + col + o_r[None, :], mask=m_s, other=0.0)  # [BM, PAGE]
-        o_slot = (i_l * SLOTS + i_page) * PAGE + o_r[None, :]
-        tl.store(p_slots + o_row * WIDTH + o_slot, b_s, mask=(o_t < T)[:, None])
-
-
-def place(s: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """S in the slots that products read: [tokens, lists x SLOTS x PAGE], of which they read no more
-    than is written."""
-    layout = blocks.layout
-    n = layout.page_lists
-    slots = s.new_empty(len(s), n * pages.SLOTS * pages.PAGE)
-    place_kernel[(pages.num_blocks(len(s)), pages.SLOTS, n)](
-        slots, s, blocks.table, layout.first_head(0), layout.first_page, len(s),
-        s.shape[1], slots.shape[1], pages.BLOCK, num_warps=4,
-    )  # fmt: skip
-    return slots
-
-
 class Update(NamedTuple):
-    """What the adapters add to a product."""
+    """What a product takes besides its own inner dimension."""
 
     slots: torch.Tensor
-    """S or dS, as `place` lays it."""
+    """S, as triton_pages.py lays it."""
 
     rows: torch.Tensor
-    """The pool's copy of B or A: [rank rows, features]."""
+    """A in the pool, [rank rows, features], or B turned, [features, columns]."""
 
     blocks: Blocks
-    number: int = 0
-    """Of its list of pages: forward, which linear."""
+    way: pages.Way
+    linear: int = 0
+    """Forward: which."""
+
+    @property
+    def first_head(self) -> int:
+        layout = self.blocks.layout
+        return layout.first_head(layout.lists_of(self.way)[self.linear])
 
 
 def product(
@@ -179,23 +153,26 @@ def product(
     xs: list[torch.Tensor],
     ws: list[torch.Tensor],
     *,
+    by_feature: bool = False,
     update: Update | None = None,
     tuning: Tuning | None = None,
 ) -> Any:
-    """y = the sum of x w for up to three w of [depth, features], and what the adapters add. Gives
-    what was launched."""
+    """y = the sum of x w for up to three w of [depth, features], or, `by_feature`, of [features,
+    depth]; and what the adapters add. Gives what was launched."""
     tuning = tuning or settings.PRODUCT
     block, page, features = tuning.tokens, pages.PAGE, tuning.features
     assert block == pages.BLOCK, "tables have blocks of that size"
+    assert update is None or by_feature == (update.way == "forward"), "rows lie as weights do"
+    tile = [features, page] if by_feature else [page, features]
     x_descs = [TensorDescriptor.from_tensor(x, [block, page]) for x in xs]
-    w_descs = [TensorDescriptor.from_tensor(w, [page, features]) for w in ws]
+    w_descs = [TensorDescriptor.from_tensor(w, tile) for w in ws]
     y_desc = TensorDescriptor.from_tensor(y, [block, features])
     s_desc, rows_desc, table, first_head, first_slot = x_descs[0], w_descs[0], y, 0, 0
     if update:
         s_desc = TensorDescriptor.from_tensor(update.slots, [block, page])
-        rows_desc = TensorDescriptor.from_tensor(update.rows, [page, features])
-        table, first_slot = update.blocks.table, update.number * pages.SLOTS
-        first_head = update.blocks.layout.first_head(update.number)
+        rows_desc = TensorDescriptor.from_tensor(update.rows, tile)
+        table, first_head = update.blocks.table, update.first_head
+        first_slot = update.linear * pages.SLOTS
     ends = list(accumulate(-(-x.shape[1] // page) for x in xs))
     num_m, num_n = pages.num_blocks(len(y)), -(-y.shape[1] // features)
     programs = min(num_m * num_n, tuning.programs * _processors(y.device))
@@ -204,7 +181,7 @@ def product(
         table, first_head, first_slot, num_m, num_n, *three(ends)[:2], ends[-1],
         min(WAVE_BLOCKS, num_m),
         block, features, page, triton.next_power_of_2(-(-num_m * num_n // programs)),
-        len(xs), update is not None,
+        len(xs), update is not None, by_feature,
         num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip
 
@@ -227,12 +204,13 @@ def linears_with_update(
     *,
     s: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y_l = x W_l^T + delta_l for weights that lie turned. Gives S, which is computed if it is not
+    """y_l = x W_l^T + S_l B_l of W_l as [out, in]. Gives S, which is computed if it is not
     there."""
     s = shrunk(x, a, blocks, rows, linears) if s is None else s
-    slots = place(s, blocks)
-    for i, (y_l, weight, b_l) in enumerate(zip(y, weights, b, strict=True)):
-        product(y_l, [x], [weight.T], update=Update(slots, b_l, blocks, i))
+    slots, turned = lay(s, b, blocks)
+    for i, (y_l, weight, rows_l) in enumerate(zip(y, weights, turned, strict=True)):
+        update = Update(slots, rows_l, blocks, "forward", i)
+        product(y_l, [x], [weight], by_feature=True, update=update)
     return s
 
 
@@ -240,9 +218,9 @@ def input_gradient_with_update(
     dx: torch.Tensor,
     dy: list[torch.Tensor],
     weights: list[torch.Tensor],
-    ds: torch.Tensor,
+    slots: torch.Tensor,
     a: torch.Tensor,
     blocks: Blocks,
 ) -> None:
-    """dx = the sum of dy_l W_l + dS_l A_l."""
-    product(dx, dy, weights, update=Update(place(ds, blocks), a, blocks))
+    """dx = the sum of dy_l W_l + dS_l A_l, of dS in slots."""
+    product(dx, dy, weights, update=Update(slots, a, blocks, "backward"))
