@@ -10,6 +10,20 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """How long an example takes is the machine's matter and says nothing about what is tested. The
+    examples are the same every time: a new one is for who looks for it to find, with
+    `--hypothesis-profile search`, not for whoever has changed something else."""
+    if config.pluginmanager.hasplugin("hypothesispytest"):
+        # Not everywhere: tests/gpu run on machines with little installed.
+        from hypothesis import HealthCheck, settings
+
+        unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.register_profile("suite", unhurried, derandomize=True)
+        settings.register_profile("search", unhurried, max_examples=1000)
+        settings.load_profile(config.getoption("--hypothesis-profile") or "suite")
+
+
 @pytest.fixture(scope="session")
 def real_data() -> Path:
     """The folder with real models and datasets."""
