@@ -1,11 +1,10 @@
 """One job's way into an engine: what it comes with, what keeps it out, and who is first."""
 
-import threading
 from pathlib import Path
 
 import pytest
 import torch
-from support.arriving import Gate
+from support.arriving import PATIENCE_S, Gate, bringing
 from support.models import super_model, tiny_model
 from support.runs import job_file, write_rows
 
@@ -91,7 +90,7 @@ def test_a_job_that_is_dismissed_brings_nothing(world: World, monkeypatch) -> No
 
 def test_a_job_that_is_dropped_does_no_more_than_it_has(world: World, monkeypatch) -> None:
     """Nor does a process wait for it."""
-    gate, arrivals = Gate(monkeypatch, "a", "b"), Arrivals()
+    gate, arrivals, before = Gate(monkeypatch, "a", "b"), Arrivals(), bringing()
     prepared: list[str] = []
     for job in "ab":
 
@@ -100,7 +99,7 @@ def test_a_job_that_is_dropped_does_no_more_than_it_has(world: World, monkeypatc
             return world.data[job]
 
         arrivals.add(Arrival(world.jobs[job], world.directory, world.model, prepare))
-    coming = [thread for thread in threading.enumerate() if thread.name.startswith("arrival of")]
+    coming = [thread for thread in bringing() if thread not in before]
     assert len(coming) == 2 and all(thread.daemon for thread in coming)
     dropped, kept = arrivals.of("a"), arrivals.of("b")
     arrivals.drop("a")
@@ -121,7 +120,7 @@ def test_of_those_that_are_here_the_first_is_taken_first(world: World, monkeypat
     arrivals.wait(0.01)
     assert not arrivals.one_is_here and arrivals.take() is None
     gate.let_in("b")
-    arrivals.wait(20.0)
+    arrivals.wait(PATIENCE_S)
     assert arrivals.one_is_here
     second = arrivals.take()
     assert second is not None and second.name == "b" and arrivals.names == ["a"]

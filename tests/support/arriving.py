@@ -1,13 +1,19 @@
 """Jobs that are held on their way into an engine, each in the thread that brings it."""
 
 import threading
+import time
+from collections.abc import Callable
 
 import pytest
 
 from tlora.runtime import arriving
 
-PATIENCE_S = 20.0
-"""A test that waits for itself fails after this, and does not hang."""
+PATIENCE_S = 300.0
+"""A test that waits for itself fails after this, and does not hang. What is to happen soon happens
+within some part of it: a busy machine has pauses of many seconds."""
+
+WORK = ("arrival of ", "data of newcomers")
+"""What threads that bring jobs are called."""
 
 
 class Gate:
@@ -20,7 +26,7 @@ class Gate:
         def held(directory, job):
             if job.name in self._gates:
                 self.reached.append(job.name)
-                self._gates[job.name].wait(PATIENCE_S)
+                wait_held(self._gates[job.name])
             return resumption(directory, job)
 
         monkeypatch.setattr(arriving, "resumption", held)
@@ -28,3 +34,36 @@ class Gate:
     def let_in(self, *jobs: str) -> None:
         for job in jobs or self._gates:
             self._gates[job].set()
+
+
+_held: dict[threading.Thread, threading.Event] = {}
+
+
+def wait_held(opened: threading.Event) -> None:
+    """In a thread that brings a job: until it may go on."""
+    _held[threading.current_thread()] = opened
+    opened.wait(PATIENCE_S)
+    del _held[threading.current_thread()]
+
+
+def let_others_arrive() -> None:
+    """Whoever is on its way comes as far as it can: to where it is held, or all the way. How fast
+    threads are beside each other is the machine's matter, and decides nothing then."""
+
+    def is_held(thread: threading.Thread) -> bool:
+        opened = _held.get(thread)
+        return opened is not None and not opened.is_set()
+
+    until(lambda: all(is_held(thread) for thread in bringing()))
+
+
+def bringing() -> list[threading.Thread]:
+    """The threads that bring jobs."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith(WORK)]
+
+
+def until(happened: Callable[[], object]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not happened():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.001)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.arriving import PATIENCE_S, Gate
+from support.arriving import PATIENCE_S, Gate, let_others_arrive, wait_held
 from support.asking import Asking, answers, put, submission
 from support.kills import adapter_bytes, same_end
 from support.runs import job_file, write_rows
@@ -23,6 +23,7 @@ from tlora.runtime import arriving
 from tlora.runtime.elastic import checking
 
 STEPS = 24
+HALF = STEPS // 2
 Steps = dict[tuple[str, int], Callable[[], object]]
 WEIGHTS = "adapter_model.safetensors"
 
@@ -63,7 +64,9 @@ def submit(spec: RunSpec, *names: str) -> tuple[str, str, dict]:
 
 
 class Looking(Asking):
-    """Also does something at a step, and knows how far others were when a job joined."""
+    """Also does something at a step, and knows how far others were when a job joined. In its second
+    half `here` is in no hurry: after each step whoever is on its way comes as far as it can, so that
+    no thread has to be fast for it to be in time."""
 
     def __init__(self, root: Path, asked: dict, then: Steps | None = None) -> None:
         super().__init__(root, asked)
@@ -79,6 +82,8 @@ class Looking(Asking):
         self.steps[done.job] = done.step
         super().on_step(driver, done)
         self.then.pop((done.job, done.step), lambda: None)()
+        if done.job == "here" and done.step >= HALF:
+            let_others_arrive()
 
     @property
     def said(self) -> str:
@@ -93,32 +98,33 @@ def events(root: Path, kind: str) -> list[dict]:
 def test_neighbours_train_while_a_job_comes(
     spec: RunSpec, together: Path, tmp_path: Path, gate: Gate
 ) -> None:
-    """It is let through at a neighbour's twelfth step, and attached after that; how long the
-    neighbour stood still for it is on record."""
+    """It is let through in the middle of a neighbour's training, and attached after that; how long
+    the neighbour stood still for it is on record."""
     output = tmp_path / "run"
     view = Looking(
-        output, {("here", 2): [submit(spec, "late")]}, {("here", 12): lambda: gate.let_in("late")}
+        output, {("here", 2): [submit(spec, "late")]}, {("here", HALF): lambda: gate.let_in("late")}
     )
     result = tlora.train(only(spec, "here"), output=output, progress=view)
     assert {job.status for job in result.jobs.values()} == {"completed"}
     [(name, steps)] = view.joined
-    assert name == "late" and 12 <= steps["here"] < STEPS
+    assert name == "late" and HALF <= steps["here"] < STEPS
     assert same_end(output, together, "here") and same_end(output, together, "late")
     [joined] = events(output, "joined")
     assert 0 < joined["paused_ms"] < 1e3 * PATIENCE_S / 2
 
 
 @pytest.fixture
-def ready(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def ready(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """The data of newcomers are not, before it is set."""
     ready, prepare = threading.Event(), checking.prepare_jobs
 
     def held(*about, **more):
-        ready.wait(PATIENCE_S)
+        wait_held(ready)
         return prepare(*about, **more)
 
     monkeypatch.setattr(checking, "prepare_jobs", held)
-    return ready
+    yield ready
+    ready.set()
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -134,11 +140,11 @@ def test_neighbours_train_while_data_are_prepared(
             if alone:
                 ready.set()
 
-    then = {} if alone else {("here", 12): ready.set}
+    then = {} if alone else {("here", HALF): ready.set}
     view = Last(output, {("here", 2): [submit(spec, "late")]}, then)
     tlora.train(only(spec, "here"), output=output, progress=view)
     [(_, steps)] = view.joined
-    assert steps["here"] == STEPS if alone else 12 <= steps["here"] < STEPS
+    assert steps["here"] == STEPS if alone else HALF <= steps["here"] < STEPS
     assert answers(output) == ["at work: late"]
     assert same_end(output, together, "here") and same_end(output, together, "late")
 
@@ -175,7 +181,7 @@ def test_a_run_does_not_end_while_a_job_comes(
     view = Last(output, {("here", 2): [submit(spec, "late")]})
     began = time.monotonic()
     result = tlora.train(only(spec, "here"), output=output, progress=view)
-    assert time.monotonic() - began < PATIENCE_S
+    assert time.monotonic() - began < PATIENCE_S / 2
     assert view.joined == [("late", {"here": STEPS})]
     assert result.jobs["late"].status == "completed" and not result.interrupted
     assert same_end(output, together, "late")
@@ -187,7 +193,7 @@ def test_a_job_that_is_cancelled_on_its_way_never_comes(
     """It has not begun; asked to, it begins."""
     output = tmp_path / "run"
     asked = {("here", 2): [submit(spec, "late")], ("here", 5): [("cancel", "late", {})]}
-    view = Looking(output, asked, {("here", 12): lambda: gate.let_in("late")})
+    view = Looking(output, asked, {("here", HALF): lambda: gate.let_in("late")})
     result = tlora.train(only(spec, "here"), output=output, progress=view)
     late = result.jobs["late"]
     assert (late.status, late.reason, late.steps) == ("cancelled", "a person cancelled it", 0)
@@ -204,8 +210,19 @@ def test_a_job_that_is_cancelled_on_its_way_never_comes(
     assert same_end(output, together, "late")
 
 
+def let_in_when_dismissed(gate: Gate, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request is looked at first, however long that takes."""
+    dismiss = arriving.Arrival.dismiss
+
+    def dismissed(self, *verdict) -> None:
+        dismiss(self, *verdict)
+        gate.let_in(job)
+
+    monkeypatch.setattr(arriving.Arrival, "dismiss", dismissed)
+
+
 def test_a_job_that_is_cancelled_as_it_comes_back_keeps_what_it_had(
-    spec: RunSpec, together: Path, tmp_path: Path, gate: Gate
+    spec: RunSpec, together: Path, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The adapter of its checkpoint, though the file of its first leave was spoilt."""
     output = tmp_path / "run"
@@ -217,15 +234,8 @@ def test_a_job_that_is_cancelled_as_it_comes_back_keeps_what_it_had(
     (output / "here" / "result.json").unlink()
     put(output, ("resume", "late", {}))
     asked = {("here", STEPS): [("cancel", "late", {})]}
-
-    class Last(Looking):
-        def on_end(self, result) -> None:
-            super().on_end(result)
-            if result.job == "here":
-                # The request is looked at first.
-                threading.Timer(0.5, gate.let_in, ("late",)).start()
-
-    again = tlora.train(both, output=output, progress=Last(output, asked)).jobs["late"]
+    let_in_when_dismissed(gate, "late", monkeypatch)
+    again = tlora.train(both, output=output, progress=Looking(output, asked)).jobs["late"]
     assert again.status == "cancelled" and 0 < again.steps == left.steps
     assert again.loss == left.loss and adapter_bytes(output, "late") == kept
     put(output, ("resume", "late", {}))
@@ -263,7 +273,7 @@ def test_a_job_that_cannot_come_fails_alone(
         spoil(start)
         gate.let_in("late")
 
-    view = Looking(output, {("here", 2): [("submit", "", asked)]}, {("here", 6): let_in})
+    view = Looking(output, {("here", 2): [("submit", "", asked)]}, {("here", HALF + 4): let_in})
     result = tlora.train(only(spec, "here"), output=output, progress=view)
     failed = result.jobs["late"]
     assert failed.status == "failed" and reason in str(failed.reason)
@@ -310,7 +320,7 @@ def test_a_run_is_stopped_while_a_job_comes_and_goes_on_with_it(
             if alone:
                 threading.Timer(0.3, stop).start()
 
-    then = {} if alone else {("here", 8): stop}
+    then = {} if alone else {("here", HALF + 4): stop}
     view = Stopping(output, {("here", 2): [submit(spec, "late")]}, then)
     result = tlora.train(only(spec, "here"), output=output, progress=view)
     assert time.monotonic() - stopped[0] < PATIENCE_S / 4
@@ -346,18 +356,22 @@ def test_a_run_that_is_stopped_while_data_are_prepared_has_more_to_do(
 
 
 def test_a_job_that_is_cancelled_on_its_way_is_so_at_a_stop(
-    spec: RunSpec, tmp_path: Path, gate: Gate
+    spec: RunSpec, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And is not taken in when the run goes on."""
     output = tmp_path / "run"
     asked = {("here", 2): [submit(spec, "late")], ("here", 5): [("cancel", "late", {})]}
 
-    def let_in_and_stop() -> None:
-        stop()
-        # The loop has come to its end by then.
-        threading.Timer(0.3, gate.let_in, ("late",)).start()
+    take = arriving.Arrivals.take_dismissed
 
-    view = Looking(output, asked, {("here", 12): let_in_and_stop})
+    def let_in_and_take(self) -> list:
+        # The loop has come to its end.
+        gate.let_in("late")
+        return take(self)
+
+    monkeypatch.setattr(arriving.Arrivals, "take_dismissed", let_in_and_take)
+    monkeypatch.setattr(arriving, "LEAVE_S", PATIENCE_S)
+    view = Looking(output, asked, {("here", HALF + 4): stop})
     result = tlora.train(only(spec, "here"), output=output, progress=view)
     late = result.jobs["late"]
     assert (late.status, late.steps, late.adapter) == ("cancelled", 0, None)
@@ -371,8 +385,8 @@ def test_a_job_that_is_on_its_way_back_is_not_reported_by_its_old_end(
     spec: RunSpec, together: Path, tmp_path: Path, gate: Gate
 ) -> None:
     output, both = tmp_path / "run", only(spec, "here", "late")
-    asked = {("late", 3): [("cancel", "late", {})], ("here", 8): [("resume", "late", {})]}
-    view = Looking(output, asked, {("here", 16): stop})
+    asked = {("late", 3): [("cancel", "late", {})], ("here", HALF): [("resume", "late", {})]}
+    view = Looking(output, asked, {("here", STEPS - 4): stop})
     result = tlora.train(both, output=output, progress=view)
     assert result.interrupted and gate.reached == ["late"]
     assert "late" not in result.jobs and "late: comes in when the run goes on" in view.said
@@ -414,20 +428,14 @@ def test_an_error_of_any_kind_with_data_is_the_requests_own(
 
 
 def test_what_was_put_off_until_the_last_job_has_left_is_done(
-    spec: RunSpec, together: Path, tmp_path: Path, gate: Gate
+    spec: RunSpec, together: Path, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run does not end before."""
     output = tmp_path / "run"
     twice = [("cancel", "late", {}), ("resume", "late", {})]
     asked = {("here", 2): [submit(spec, "late")], ("here", STEPS): twice}
-
-    class Last(Looking):
-        def on_end(self, result) -> None:
-            super().on_end(result)
-            if result.job == "here":
-                threading.Timer(1.5, gate.let_in, ("late",)).start()
-
-    result = tlora.train(only(spec, "here"), output=output, progress=Last(output, asked))
+    let_in_when_dismissed(gate, "late", monkeypatch)
+    result = tlora.train(only(spec, "here"), output=output, progress=Looking(output, asked))
     assert result.jobs["late"].status == "completed"
     assert answers(output)[1:] == [
         "cancelled after 0 steps; it has not begun",
@@ -441,14 +449,13 @@ def test_others_train_between_two_that_come(spec: RunSpec, tmp_path: Path, gate:
     output = tmp_path / "run"
 
     def let_in() -> None:
+        assert sorted(gate.reached) == ["late", "slow"]
         gate.let_in()
-        # The run stands still until both are here.
-        time.sleep(1.0)
 
     asked = {("here", 2): [submit(spec, "late"), submit(spec, "slow")]}
-    tlora.train(
-        only(spec, "here"), output=output, progress=Looking(output, asked, {("here", 8): let_in})
-    )
+    # The run stands still until both are here.
+    view = Looking(output, asked, {("here", HALF + 4): let_in})
+    tlora.train(only(spec, "here"), output=output, progress=view)
     kinds = [
         each["kind"]
         for each in map(json.loads, (output / "events.jsonl").read_text().splitlines())

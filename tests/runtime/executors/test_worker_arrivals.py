@@ -2,18 +2,19 @@
 others meanwhile holds."""
 
 import json
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from support.arriving import PATIENCE_S, Gate
+from support.arriving import PATIENCE_S, Gate, let_others_arrive
 
 from tlora.config import dump_spec
 from tlora.runtime import arriving
+from tlora.runtime.executors import worker as workers
 from tlora.runtime.executors.messages import (
     Attach,
     Attached,
@@ -72,32 +73,53 @@ def steps(told: Told, job: str) -> int:
     return len(told.of(Stepped, job))
 
 
-def test_neighbours_train_while_a_job_comes(busy, gate: Gate) -> None:
+def test_neighbours_train_while_a_job_comes(busy, gate: Gate, monkeypatch) -> None:
     """What is said of it parts their pause from its way."""
     worker, told, _ = busy
+    began, enter_job = worker.arrivals.of("late").began, workers.enter_job
+    clock = SimpleNamespace(perf_counter=lambda: now[0], time=time.time)
+    now = [began]
+
+    def enter_slowly(*about) -> None:
+        now[0] += 0.25
+        enter_job(*about)
+
+    monkeypatch.setattr(workers, "time", clock)
+    monkeypatch.setattr(workers, "enter_job", enter_slowly)
     before = steps(told, "here")
     work_until(worker, lambda: steps(told, "here") >= before + 10)
     assert not told.of(Attached, "late")
+    now[0] += 8.0
     gate.let_in()
     work_until(worker, lambda: told.of(Attached, "late"))
     [attached] = told.of(Attached, "late")
-    assert 0 < attached.seconds < attached.arriving_s
+    assert attached.seconds == pytest.approx(0.25) and attached.arriving_s == pytest.approx(8.0)
     work_until(worker, lambda: told.of(Ended, "late"))
     assert told.of(Ended, "late")[0].result["status"] == "completed"
 
 
-def test_with_nobody_to_train_a_worker_waits_and_hears_commands(new_run, gate: Gate) -> None:
+def test_with_nobody_to_train_a_worker_waits_and_hears_commands(
+    new_run, gate: Gate, monkeypatch
+) -> None:
     """Its turns are short, and not spun through."""
     _, root = new_run("late", max_steps=2)
     worker, told = new_worker(root)
     assert not worker.has_work
     worker.obey(Attach("late", 1.0, BUCKET))
-    began, used, turns = time.monotonic(), time.thread_time(), 0
-    while time.monotonic() - began < 0.5:
+    wait, waits = arriving.Arrivals.wait, []
+
+    def noted(self, timeout_s: float) -> None:
+        waits.append(timeout_s)
+        wait(self, timeout_s)
+
+    monkeypatch.setattr(arriving.Arrivals, "wait", noted)
+    began = time.monotonic()
+    for _ in range(10):
         assert worker.has_work
         worker.work(lambda: False)
-        turns += 1
-    assert 5 <= turns <= 60 and time.thread_time() - used < 0.25
+    assert len(waits) == 10 and all(0.01 <= each <= 0.1 for each in waits)
+    # Clocks of waiting may be a little coarse.
+    assert time.monotonic() - began > 0.9 * sum(waits)
     gate.let_in()
     work_until(worker, lambda: told.of(Ended, "late"))
     assert not worker.has_work
@@ -124,6 +146,8 @@ def test_a_job_that_is_given_up_on_its_way_ends_there(busy, gate: Gate, status: 
     worker.obey(GiveUp("late", "enough", status))
     worker.obey(Detach("late"))
     gate.let_in()
+    # So that the neighbour is not through with its steps before.
+    let_others_arrive()
     work_until(worker, lambda: told.of(Ended, "late"))
     [ended] = told.of(Ended, "late")
     assert (ended.result["status"], ended.result["reason"]) == (status, "enough")
@@ -208,10 +232,17 @@ def test_a_trial_without_memory_waits_if_others_are_there(new_run, monkeypatch) 
     assert len(told.of(Ended, "late")) == 1
 
 
-def test_a_job_that_was_given_up_on_its_way_is_so_at_a_stop(busy, gate: Gate) -> None:
+def test_a_job_that_was_given_up_on_its_way_is_so_at_a_stop(busy, gate: Gate, monkeypatch) -> None:
     worker, told, root = busy
     worker.obey(GiveUp("late", "a person cancelled it", "cancelled"))
-    threading.Timer(0.2, gate.let_in).start()
+    take = arriving.Arrivals.take_dismissed
+
+    def let_in_and_take(self) -> list:
+        gate.let_in()
+        return take(self)
+
+    monkeypatch.setattr(arriving.Arrivals, "take_dismissed", let_in_and_take)
+    monkeypatch.setattr(arriving, "LEAVE_S", PATIENCE_S)
     worker.obey(Stop())
     [ended] = told.of(Ended, "late")
     assert (ended.result["status"], ended.result["steps"]) == ("cancelled", 0)

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable, Iterator
 
 import pytest
-from support.arriving import Gate
+from support.arriving import Gate, let_others_arrive
 from support.sweeps import lines, sweep_file
 
 import tlora
@@ -24,13 +24,15 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], object]) -> None:
-    """Of the first trial."""
+    """Of the first trial, while others come as far as they can."""
     own = SweepRunner.on_step
 
     def on_step(self, driver, done) -> None:
         own(self, driver, done)
         if (done.job, done.step) == ("t-00", step):
+            let_others_arrive()
             act()
+            let_others_arrive()
 
     monkeypatch.setattr(SweepRunner, "on_step", on_step)
 
