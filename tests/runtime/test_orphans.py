@@ -36,7 +36,7 @@ def test_a_directory_is_taken_as_long_as_a_worker_lives(command, base, rows, tmp
     runner, working = RUNNERS[command]
     root = tmp_path / "run"
     leader = subprocess.Popen(
-        [sys.executable, SUPPORT / runner, tmp_path / "file.yaml", root],
+        [sys.executable, SUPPORT / runner, tmp_path / "file.yaml", root, "1"],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -69,13 +69,12 @@ def take_and_leave(root: Path) -> None:
     free.close()
 
 
-def test_a_worker_in_the_middle_of_something_ends_with_its_leader(base, tmp_path, monkeypatch):
+def test_a_worker_in_the_middle_of_something_ends_with_its_leader(base, tmp_path):
     """It does not have to come to its pipe for that."""
-    monkeypatch.setattr(directory, "ORPHANS_S", 10.0)
     (tmp_path / "file.yaml").write_text(yaml.safe_dump(tasks_file(base, tmp_path)))
     root, runner = tmp_path / "run", SUPPORT / "tasks_runner.py"
     leader = subprocess.Popen(
-        [sys.executable, runner, tmp_path / "file.yaml", root, long_in_training.__name__],
+        [sys.executable, runner, tmp_path / "file.yaml", root, "1", long_in_training.__name__],
         stdout=subprocess.DEVNULL,
         start_new_session=True,
     )

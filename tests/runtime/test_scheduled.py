@@ -13,6 +13,7 @@ import pytest
 import torch
 from markupsafe import escape
 from safetensors.torch import load_file
+from support import task_faults
 from support.runs import job_file, write_rows
 
 from tlora.config import dump_spec, load_spec
@@ -25,6 +26,7 @@ from tlora.core.state import State
 from tlora.costs.groups import Costs
 from tlora.runtime.checking import prepare_jobs
 from tlora.runtime.directory import RunDirectory
+from tlora.runtime.executors import processes
 from tlora.runtime.executors.messages import Noted, Ready
 from tlora.runtime.planning import choose_profile
 from tlora.runtime.progress import ProgressLines
@@ -96,11 +98,21 @@ def test_a_run_begins_before_its_first_job_joins(spec: RunSpec, tmp_path: Path) 
     assert all(line["time"] >= began["time"] > early for line in joined)
 
 
-def test_two_devices_leave_what_one_leaves(spec: RunSpec, alone: Path, tmp_path: Path) -> None:
+def test_two_devices_leave_what_one_leaves(
+    spec: RunSpec, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Files, results and adapters of every job; one that fails, fails alone. The store's turns
     replay, the report can be made, and what happened says on which device."""
     seen = StringIO()
     root = tmp_path / "run"
+    hear, loaded = Lead.hear, []
+
+    def noted(self, device, message) -> None:
+        if isinstance(message, Ready):
+            loaded.append(time.time())
+        hear(self, device, message)
+
+    monkeypatch.setattr(Lead, "hear", noted)
     result = train_on_devices(spec, output=root, devices=2, progress=ProgressLines(seen))
     assert result.failed == ["wild"]
     assert not result.interrupted
@@ -121,7 +133,7 @@ def test_two_devices_leave_what_one_leaves(spec: RunSpec, alone: Path, tmp_path:
     # Workers load the base before the run's time begins.
     first = min(event["time"] for event in events if event["kind"] == "joined")
     (began,) = [event["time"] for event in events if event["kind"] == "began"]
-    assert 0 <= first - began < 2.0
+    assert loaded[0] <= began <= first
 
     store: SqliteStore[Turn] = SqliteStore(root / "state.sqlite", decode=turn_of_json)
     assert {row.name: row.status for row in store.jobs()} == {
@@ -151,7 +163,9 @@ class Impatient(ProgressLines):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_an_interrupted_run_goes_on_with_the_same_command(base: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_goes_on_with_the_same_command(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where it stopped, on another number of devices; no step is logged twice."""
     rows = str(write_rows(tmp_path / "rows.jsonl", 16))
     jobs = [
@@ -163,7 +177,10 @@ def test_an_interrupted_run_goes_on_with_the_same_command(base: Path, tmp_path: 
     spec = load_spec(job_file(base, *jobs, engine=engine))
     train(spec, output=tmp_path / "alone", progress=ProgressLines(StringIO()))
     root = tmp_path / "run"
-    first = train_on_devices(spec, output=root, devices=2, progress=Impatient(10))
+    with monkeypatch.context() as patch:
+        # They are not through before they hear of it.
+        patch.setattr(processes, "serve", task_faults.waits_for_words)
+        first = train_on_devices(spec, output=root, devices=2, progress=Impatient(10))
     assert first.interrupted
     assert not (root / "a" / "result.json").exists()
     seen = StringIO()
@@ -189,7 +206,7 @@ def test_workers_end_with_a_leader_that_is_killed(base: Path, tmp_path: Path) ->
     file, root = tmp_path / "jobs.yaml", tmp_path / "run"
     file.write_text(dump_spec(spec))
     leader = subprocess.Popen(
-        [sys.executable, str(LEAD_RUNNER), str(file), str(root)],
+        [sys.executable, str(LEAD_RUNNER), str(file), str(root), "60"],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,

@@ -51,6 +51,34 @@ def raising_after_a_move(connection, directory, plan, jobs, rank, *more: Any) ->
     serve(connection, directory, plan, jobs, rank, *more)
 
 
+def unhurried(connection, directory, plan, jobs, rank, *more: Any, words: float = 2) -> None:
+    """A group of two that takes its time until it was asked for so many things: whoever asks may be
+    many seconds late."""
+    from tlora.training.group_engine import GroupEngine
+
+    agree, commands, heard, turns = GroupEngine._agree, supervisor._Line.commands, [], [0]
+
+    def asked(self):
+        found = commands(self)
+        heard.extend(found)
+        return found
+
+    def slowly(self):
+        turns[0] += 1
+        if turns[0] > 12 and len(heard) < words:
+            connection.poll(0.25)
+        return agree(self)
+
+    if rank == 0 and plan["replicas"] * plan["fsdp"] == 2:
+        GroupEngine._agree, supervisor._Line.commands = slowly, asked
+    serve(connection, directory, plan, jobs, rank, *more)
+
+
+def unhurried_to_the_end(*arguments: Any) -> None:
+    """Of the group, which is to be lost."""
+    unhurried(*arguments, words=float("inf"))
+
+
 def lose(when: Path, number: int, rank: int, lost: list[float]) -> Callable[[Ranks], None]:
     """Send a signal to a rank of the first group once this file has some lines."""
 

@@ -5,6 +5,8 @@ import time
 from pathlib import Path
 
 from tlora.runtime.executors import processes
+from tlora.runtime.executors.messages import GiveUp, Stepped
+from tlora.runtime.executors.worker import Worker
 from tlora.runtime.recording import Recorder
 from tlora.training.engine import Engine
 
@@ -59,4 +61,67 @@ def long_in_training(connection, directory, *arguments) -> None:
         time.sleep(600)
 
     Recorder.on_evaluation = endless
+    serve(connection, directory, *arguments)
+
+
+HELD_STEP = 20
+"""From here on jobs of workers that wait are in no hurry."""
+
+WAIT_S = 1.0
+"""For a word, at every step: a leader may be so many times this late as there are steps left."""
+
+
+def waits_for_words(connection, *arguments, once: bool = False) -> None:
+    """Its jobs do not run away from a leader that is slow: each of their steps from some on waits
+    for what the leader says next. With `once` that is over when it has said anything after its
+    first word."""
+    put, obey, words = processes._Outbox.put, Worker.obey, []
+
+    def held(self, message):
+        put(self, message)
+        if isinstance(message, Stepped) and message.step >= HELD_STEP:
+            if once and len(words) > 1:
+                return
+            self.flush()
+            connection.poll(WAIT_S)
+
+    def obeying(self, command):
+        words.append(command)
+        obey(self, command)
+
+    processes._Outbox.put, Worker.obey = held, obeying
+    serve(connection, *arguments)
+
+
+def waits_for_a_word(*arguments) -> None:
+    waits_for_words(*arguments, once=True)
+
+
+LEAVES = "wide"
+"""Is to be cancelled while it trains."""
+
+
+def waits_to_be_left(connection, directory, *arguments) -> None:
+    """One of its jobs, which is to be cancelled, takes its time until then: a leader may be many
+    seconds late."""
+    put, obey = processes._Outbox.put, Worker.obey
+    left = Path(directory) / "left"
+
+    def held(self, message):
+        put(self, message)
+        if (
+            isinstance(message, Stepped)
+            and message.job == LEAVES
+            and message.step >= HELD_STEP
+            and not left.exists()
+        ):
+            self.flush()
+            self._connection.poll(0.25)
+
+    def obeying(self, command):
+        if isinstance(command, GiveUp):
+            left.touch()
+        obey(self, command)
+
+    processes._Outbox.put, Worker.obey = held, obeying
     serve(connection, directory, *arguments)

@@ -87,7 +87,7 @@ def test_kill_and_restart_loses_nothing(file, done, tmp_path):
     root = tmp_path / "run"
     for turns in (4, 9):
         leader = subprocess.Popen(
-            [sys.executable, RUNNER, tmp_path / "sweep.yaml", root],
+            [sys.executable, RUNNER, tmp_path / "sweep.yaml", root, str(turns + 2)],
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
@@ -114,7 +114,7 @@ def test_a_leader_killed_before_it_hears_of_an_evaluation_loses_nothing(file, do
     trials are evaluated again."""
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(dict(file)))
     root = tmp_path / "run"
-    command = [sys.executable, RUNNER, tmp_path / "sweep.yaml", root, slow_to_tell.__name__]
+    command = [sys.executable, RUNNER, tmp_path / "sweep.yaml", root, "1", slow_to_tell.__name__]
     leader = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     while not (root / EVALUATED).exists():
         assert leader.poll() is None
