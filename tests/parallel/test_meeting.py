@@ -1,6 +1,5 @@
 """Ranks that a launcher started, perhaps again: those of one attempt find each other."""
 
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +12,9 @@ from support import rank_work
 from support.ranks import Ranks
 
 from tlora.parallel.meeting import meet
+from tlora.runtime.group.supervisor import hold_port
 
-SECONDS = timedelta(seconds=20)
+SECONDS = timedelta(seconds=300)
 
 
 def connection(port: int) -> dist.Store:
@@ -28,7 +28,7 @@ def test_the_ranks_of_an_attempt_have_a_part_of_the_store_to_themselves() -> Non
 
     def attempt(number: int) -> list[list[str]]:
         def enter(rank: int) -> list[str]:
-            found = meet(connection(store.port), rank, 3, timeout_s=20.0)
+            found = meet(connection(store.port), rank, 3, timeout_s=300.0)
             assert not found.check([f"address of {rank}"])
             found.set(f"address of {rank}", f"{rank} of attempt {number}")
             return [found.get(f"address of {other}").decode() for other in range(3)]
@@ -65,7 +65,7 @@ import os, sys, time
 import torch, torch.distributed as dist
 from tlora.parallel.mesh import join
 folder = sys.argv[1]
-join(timeout_s=30.0)
+join(timeout_s=300.0)
 counted = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
 dist.all_gather(counted, torch.tensor([int(os.environ["TORCHELASTIC_RESTART_COUNT"])]))
 attempts = [int(each) for each in counted]
@@ -73,7 +73,7 @@ if not any(attempts):
     if os.environ["NODE"] == "0":
         sys.exit(1)
     # It does not notice: its launcher does, that another node comes again.
-    time.sleep(60)
+    time.sleep(600)
 print(attempts, file=open(f"{folder}/{dist.get_rank()}", "w"))
 dist.destroy_process_group()
 """
@@ -86,9 +86,8 @@ def test_launchers_of_two_nodes_that_count_differently_start_one_group(
     """A rank of one node fails: its launcher starts it for the second time, and the other node's
     counts no restart. They meet all the same."""
     (tmp_path / "rank.py").write_text(RANK)
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        endpoint = f"localhost:{found.getsockname()[1]}"
+    meeting = hold_port()
+    endpoint = f"localhost:{meeting.getsockname()[1]}"
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
         *("--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint),
@@ -100,10 +99,11 @@ def test_launchers_of_two_nodes_that_count_differently_start_one_group(
         monkeypatch.setenv("NODE", str(node))
         launchers.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
     try:
-        errors = [each.communicate(timeout=90)[1] for each in launchers]
+        errors = [each.communicate(timeout=600)[1] for each in launchers]
     finally:
         for each in launchers:
             each.terminate()
+        meeting.close()
     assert [each.returncode for each in launchers] == [0, 0], errors
     attempts = {(tmp_path / str(rank)).read_text().strip() for rank in range(2)}
     assert len(attempts) == 1 and attempts <= {"[0, 1]", "[1, 0]"}

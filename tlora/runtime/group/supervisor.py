@@ -60,7 +60,8 @@ class Ranks:
         self, plan: Plan, directory: Path, jobs: list[str], *, threads: int | None = 1
     ) -> None:
         context = fork_server([__name__, "tlora.runtime.group.rank"])
-        port = _free_port()
+        self._meeting = hold_port()
+        port = self._meeting.getsockname()[1]
         self._ranks = []
         for rank in range(plan.gpus):
             ours, theirs = context.Pipe()
@@ -108,6 +109,7 @@ class Ranks:
     def close(self) -> None:
         for each in self._ranks:
             each.kill()
+        self._meeting.close()
 
     def _receive(self, timeout_s: float, hear: Callable[[int, Message], None]) -> None:
         there = {each.connection: each for each in self._ranks if not each.ended}
@@ -283,7 +285,10 @@ def serve(
     os._exit(0)
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+def hold_port() -> socket.socket:
+    """A port of this machine for a rank to listen at, seconds from now: while this is open, whoever
+    asks for any is given another one."""
+    found = socket.socket()
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    found.bind(("127.0.0.1", 0))
+    return found
