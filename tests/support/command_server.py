@@ -7,17 +7,25 @@ Each connection is one command line. The caller (command_shim.py) hands over its
 environment and standard streams, is told the process id, and then the exit code.
 """
 
+import io
 import json
 import os
 import runpy
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
 STREAMS = 3
+
+HOLD_AFTER = "TLORA_TEST_HOLD_AFTER"
+"""Of the environment: a command that has said these words waits for Ctrl-C, which whoever has read
+them may send late."""
+
+HOLD_S = 300.0
 
 
 def serve(path: str) -> None:
@@ -61,6 +69,8 @@ def run(request: dict, streams: Sequence[int]) -> NoReturn:
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["folder"])
+        if words := os.environ.pop(HOLD_AFTER, ""):
+            sys.stdout = Held(words)
         command, *arguments = request["arguments"]
         run_tlora(arguments) if command == "tlora" else run_python(arguments)
         code = 0
@@ -74,6 +84,34 @@ def run(request: dict, streams: Sequence[int]) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+class Held(io.TextIOWrapper):
+    """Standard output that does not return from some words before an interrupt has come."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__(open(1, "wb", closefd=False))  # noqa: SIM115
+        self._words, self._line = words, ""
+
+    def write(self, text: str, /) -> int:
+        written = super().write(text)
+        said, end, rest = (self._line + text).rpartition("\n")
+        self._line = rest
+        if end and self._words and self._words in said:
+            self._words = ""
+            self._hold()
+        return written
+
+    def _hold(self) -> None:
+        came: list[int] = []
+        before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+        self.flush()
+        until = time.monotonic() + HOLD_S
+        while not came and time.monotonic() < until:
+            time.sleep(0.01)
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def run_tlora(arguments: list[str]) -> None:

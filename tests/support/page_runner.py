@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from support.command_server import HOLD_AFTER
 from support.pages import Block, PageError, check_output
 from tlora.config import load_plan, load_spec, load_sweep, load_tasks
 from tlora.config.fields import JOB
@@ -27,7 +28,7 @@ class Shell:
     """bash with our commands first on the PATH."""
 
     environment: dict[str, str]
-    seconds: float = 120
+    seconds: float = 600
     """A block that takes longer hangs."""
 
     def run(self, script: str, folder: Path, interrupt_after: str | None = None) -> "Ran":
@@ -35,7 +36,7 @@ class Shell:
         process = subprocess.Popen(
             ["bash", "-euo", "pipefail", "-c", script],
             cwd=folder,
-            env=self.environment,
+            env={**self.environment, HOLD_AFTER: interrupt_after or ""},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
