@@ -192,10 +192,13 @@ def test_speeds_lie_as_far_from_the_line_as_rounds_do(script) -> None:
 
 def test_the_probe_counts_what_its_work_took_in_a_span(script, tmp_path) -> None:
     module: ModuleType = script("fidelity_probe")
-    began = time.monotonic()
-    probe = module.Probe(tmp_path)
-    time.sleep(3 * module.PERIOD_S + 1.0)
-    probe.close()
+    for patience_s in (1.0, 10.0, 100.0):
+        began = time.monotonic()
+        probe = module.Probe(tmp_path / str(patience_s))
+        time.sleep(3 * module.PERIOD_S + patience_s)
+        probe.close()
+        if len(probe._samples) >= 2:
+            break
     assert len(probe._samples) >= 2
     every = module.Span(began, time.monotonic())
     first = module.Span(began, probe._samples[0][0])

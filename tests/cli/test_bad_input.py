@@ -273,7 +273,7 @@ def in_a_shell(*args: str) -> subprocess.CompletedProcess[str]:
     command = Path(sys.executable).with_name("tlora")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [str(command), *args], capture_output=True, text=True, env=environment, timeout=120
+        [str(command), *args], capture_output=True, text=True, env=environment, timeout=600
     )
 
 

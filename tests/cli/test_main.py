@@ -177,7 +177,7 @@ def test_options_that_take_a_list_may_be_repeated() -> None:
 def test_an_interrupt_while_python_imports_is_quiet(module: str, job_file: Path) -> None:
     """Whatever it comes to: of the command itself, or of what a verb needs."""
     command = [sys.executable, str(RUNNER), module, "check", str(job_file)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert (ended.returncode, ended.stderr) == (130, "")
 
 

@@ -6,7 +6,7 @@ from tlora.costs import JobLoad, predict, read_profile
 
 SMALL = (
     *("profile", "--shape", "demo", "--device", "cpu", "--threads", "1", "--tokens", "256"),
-    *("--repeats", "1", "--seconds", "60"),
+    *("--repeats", "1", "--seconds", "1200"),
 )
 
 

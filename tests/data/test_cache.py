@@ -137,7 +137,7 @@ def test_two_processes_may_write_the_same_key_at_once(tmp_path):
         subprocess.Popen([sys.executable, "-c", WRITE_TOGETHER, str(tmp_path), own, other])
         for own, other in (("left", "right"), ("right", "left"))
     ]
-    assert [process.wait(timeout=60) for process in processes] == [0, 0]
+    assert [process.wait(timeout=600) for process in processes] == [0, 0]
     written = sorted(path.name for path in (tmp_path / "tokens").iterdir())
     assert written == sorted(f"key{round}" for round in range(30))
     winners = {

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 from support.models import save_base
 from support.runs import quiet_single_thread, write_rows
+from support.waiting import PATIENCE_S
+
+from tlora.runtime.group import supervisor
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -17,6 +20,16 @@ def single_thread() -> Iterator[None]:
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TLORA_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="package", autouse=True)
+def patient_supervisor() -> Iterator[None]:
+    """On a busy machine a rank may be silent, or save its jobs, for longer than in a run that
+    matters to somebody."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("HANG_S", "GRACE_S"):
+            patch.setattr(supervisor, name, PATIENCE_S)
         yield
 
 

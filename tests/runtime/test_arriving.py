@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.arriving import PATIENCE_S, Gate, bringing
+from support.arriving import Gate, bringing
 from support.models import super_model, tiny_model
 from support.runs import job_file, write_rows
+from support.waiting import PATIENCE_S
 
 from tlora.config import load_spec
 from tlora.core.errors import DataError, JobFailed

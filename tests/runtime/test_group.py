@@ -13,6 +13,7 @@ import pytest
 from support import group_faults
 from support.group_faults import lose, stop_rank
 from support.runs import job_file, write_rows
+from support.waiting import Stalls
 
 from tlora.cli.main import main
 from tlora.config import dump_spec, load_plan, load_spec
@@ -33,6 +34,12 @@ from tlora.runtime.training import train
 pytestmark = pytest.mark.multi_process
 
 ROUNDING = 1e-5
+"""Of losses, where nano-batches are cut in another way: 1.3e-7 after 24 steps and 8e-7 after 120
+was the most between eight sizes of them."""
+
+TIMES = {name: getattr(supervisor, name) for name in ("HANG_S", "GRACE_S")}
+"""As they are outside of tests."""
+
 MIXED = Plan(bucket=128, fsdp=2, kept_layers=1, adapters="mixed", spread=("long",))
 LOCAL = Plan(bucket=128, replicas=2, adapters="rank_local")
 
@@ -116,15 +123,24 @@ def test_a_plan_leaves_what_one_process_leaves(spec: RunSpec, alone: Path, tmp_p
     ids=["killed", "stopped"],
 )
 def test_a_lost_rank_ends_the_group_and_the_jobs_go_on_without(
-    plan: Plan, number: int, cause: str, spec: RunSpec, alone: Path, tmp_path: Path
+    plan: Plan,
+    number: int,
+    cause: str,
+    spec: RunSpec,
+    alone: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Within ten seconds, with the cause named; under a smaller plan every job ends as alone."""
+    for name, seconds in TIMES.items():
+        monkeypatch.setattr(supervisor, name, seconds)
     lost: list[float] = []
     on_start = lose(tmp_path / "long" / "metrics.jsonl", number, 1, lost)
-    result = train_in_group(spec, output=tmp_path, plan=plan, on_start=on_start)
+    with Stalls() as stalls:
+        result = train_in_group(spec, output=tmp_path, plan=plan, on_start=on_start)
     (event,) = events(tmp_path, "group_lost")
     assert event["cause"].startswith("rank 1: ") and cause in event["cause"]
-    assert event["time"] - lost[0] < 10.0
+    assert event["time"] - lost[0] < 10.0 + stalls.seconds
     assert {job.status for job in result.jobs.values()} == {"completed"}
     same_as_alone(tmp_path, alone, JOBS)
 
@@ -209,10 +225,11 @@ def one_ends_early(base: Path, rows: Path, isolation: str = "default") -> RunSpe
 
 @pytest.mark.parametrize("isolation", ["default", "exact"])
 def test_a_rank_that_runs_dry_gets_a_job(
-    isolation: str, base: Path, rows: Path, tmp_path: Path
+    isolation: str, base: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One job ends early and leaves its rank idle: another moves there, and ends as alone; to the
     bit where that is asked for."""
+    monkeypatch.setattr(supervisor, "serve", group_faults.quick_to_move)
     spec = one_ends_early(base, rows, isolation)
     train(spec, output=tmp_path / "alone")
     result = train_in_group(spec, output=tmp_path / "group", plan=LOCAL)
@@ -272,7 +289,7 @@ def test_torchrun_starts_the_ranks_too(spec: RunSpec, alone: Path, tmp_path: Pat
     train_badly = replace(spec.jobs[1].train, learning_rate=1e30)
     bad = replace(spec.jobs[1], name="bad", train=train_badly)
     command = torchrun(replace(spec, jobs=(*spec.jobs, bad)), tmp_path, restarts=1)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 1, done.stderr
     assert done.stdout.count("plan: one group, ") == 1
     assert done.stderr.count("failed: bad; the reasons are in") == 2
@@ -292,7 +309,7 @@ def test_a_second_torchrun_hears_who_is_at_work(spec: RunSpec, tmp_path: Path) -
     here = RunDirectory(tmp_path / "run")
     here.take()
     command = torchrun(spec, tmp_path, "--plan", str(tmp_path / "plan.yaml"), restarts=1)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     here.close()
     assert done.returncode == 1, done.stderr
     assert done.stderr.count(f"another tlora is at work in {tmp_path / 'run'} (process") == 1
@@ -309,13 +326,14 @@ def test_a_hanging_rank_of_torchrun_is_named_and_replaced(
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as group:
         try:
             stopped = stop_rank(1, group.pid, when=tmp_path / "run" / "long" / "metrics.jsonl")
-            _, errors = group.communicate(timeout=80)
+            with Stalls() as stalls:
+                _, errors = group.communicate(timeout=600)
         finally:
             group.terminate()
     assert group.returncode == 0, errors
     (event, *_) = events(tmp_path / "run", "group_lost")
     assert event["cause"].startswith("rank 1: it has not been heard of for ")
-    assert event["time"] - stopped < 10.0
+    assert event["time"] - stopped < 10.0 + stalls.seconds
     assert event["cause"] in errors
     same_as_alone(tmp_path / "run", alone, JOBS)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from support.waiting import until
 
 from tlora.runtime.directory import JobResult
 from tlora.runtime.live import LiveProgress, Screen, choose_progress
@@ -190,7 +191,7 @@ def played(tmp_path: Path) -> tuple[str, str]:
             drivers[1].status = Status.FAILED
             view.on_end(result_of(drivers[1], reason="the loss is not finite"))
     view.on_interrupt()
-    time.sleep(0.3)
+    until(lambda: "Ctrl-C again" in out.getvalue())
     during = out.getvalue()
     drivers[0].status = Status.COMPLETED
     results = [result_of(drivers[1], reason="the loss is not finite"), result_of(drivers[0])]

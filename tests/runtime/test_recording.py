@@ -5,6 +5,7 @@ import io
 import json
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 from support.kills import adapter_bytes, curves
 from support.runs import job_file
 from support.transfers import SlowLink
+from support.waiting import PATIENCE_S
 
 import tlora
 from tlora.model import adapter_rows
@@ -106,20 +108,34 @@ def same_files(output: Path, other: Path) -> bool:
 
 
 def slow_courier(monkeypatch: pytest.MonkeyPatch, broken: bool = False) -> None:
-    """Snapshots that arrive some milliseconds after they were taken, through small buffers; broken
-    ones do not copy on the device first."""
+    """Snapshots that arrive when some steps more have been taken, if nobody waits for them, through
+    small buffers; broken ones do not copy on the device first."""
+    on_step, taken = Watched.on_step, [0]
+
+    def count(self, driver, done) -> None:
+        on_step(self, driver, done)
+        taken[0] += 1
 
     def late(device) -> InBackground:
         link = SlowLink(staging=1_001)
-        link.mark = lambda: wait
+        link.mark = mark
         courier = InBackground(link, slab_bytes=10_000)
         if broken:
             courier._cloned = lambda sources: [[source] for source in sources]  # type: ignore
         return courier
 
-    def wait() -> None:
-        time.sleep(0.03)
+    def mark() -> Callable[[], None]:
+        before = taken[0]
 
+        def wait() -> None:
+            # At the end of a job, or where there is no room for more, training waits.
+            end = time.monotonic() + 0.5
+            while taken[0] < before + 2 and time.monotonic() < end:
+                time.sleep(0.001)
+
+        return wait
+
+    monkeypatch.setattr(Watched, "on_step", count)
     monkeypatch.setattr(adapter_rows, "courier_for", late)
 
 
@@ -149,7 +165,7 @@ class Gate:
 
         def waits(path: Path, fill) -> None:
             if path.parts[-2:] == ("short", name):
-                assert self.open.wait(30)
+                assert self.open.wait(PATIENCE_S)
             replace_directory(path, fill)
 
         monkeypatch.setattr(exporting, "replace_directory", waits)

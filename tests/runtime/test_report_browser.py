@@ -37,7 +37,7 @@ def opened(chromium: str, page: Path, profile: Path, *, after: str) -> str:
     text = page.read_text().replace("<head>", f"<head>{WATCH}", 1)
     page.write_text(text.replace("</body>", f"<script>{after}</script></body>"))
     command = [chromium, *QUIET, f"--user-data-dir={profile}", "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     return done.stdout
 
 

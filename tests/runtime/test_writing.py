@@ -3,10 +3,10 @@ waiting."""
 
 import gc
 import threading
-import time
 import weakref
 
 import pytest
+from support.waiting import PATIENCE_S, until
 
 from tlora.runtime.writing import Order, Writer
 
@@ -23,7 +23,7 @@ class Desk:
 
     def submit(self, name: str, job: str = "job", error: Exception | None = None, **more) -> None:
         def write() -> None:
-            assert self.gate.wait(10)
+            assert self.gate.wait(PATIENCE_S)
             if error is not None:
                 raise error
             self.written.append(name)
@@ -73,9 +73,7 @@ def test_whatever_keeps_an_order_from_the_disk_is_told(desk: Desk, error: Except
 
 
 def wait_until_current(desk: Desk) -> None:
-    deadline = time.monotonic() + 10
-    while desk.writer._current is None and time.monotonic() < deadline:
-        time.sleep(0.001)
+    until(lambda: desk.writer._current is not None)
 
 
 def test_a_newer_checkpoint_of_a_job_takes_the_place_of_one_that_waits(desk: Desk) -> None:
@@ -110,7 +108,7 @@ def test_a_full_queue_waits() -> None:
     thread.start()
     assert not passed.wait(0.1)
     desk.gate.set()
-    assert passed.wait(10)
+    assert passed.wait(PATIENCE_S)
     thread.join()
     desk.writer.close()
 

@@ -217,7 +217,7 @@ def opened(chromium: str, page: Path, profile: Path) -> str:
         *("--disable-sync", "--disable-background-networking", "--disable-component-update"),
         *("--window-size=1200,900", f"--user-data-dir={profile}", "--dump-dom", page.as_uri()),
     )
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
 
 
 def figure(dom: str, name: str) -> str:

@@ -1,16 +1,11 @@
 """Jobs that are held on their way into an engine, each in the thread that brings it."""
 
 import threading
-import time
-from collections.abc import Callable
 
 import pytest
 
+from support.waiting import PATIENCE_S, until
 from tlora.runtime import arriving
-
-PATIENCE_S = 300.0
-"""A test that waits for itself fails after this, and does not hang. What is to happen soon happens
-within some part of it: a busy machine has pauses of many seconds."""
 
 WORK = ("arrival of ", "data of newcomers")
 """What threads that bring jobs are called."""
@@ -60,10 +55,3 @@ def let_others_arrive() -> None:
 def bringing() -> list[threading.Thread]:
     """The threads that bring jobs."""
     return [thread for thread in threading.enumerate() if thread.name.startswith(WORK)]
-
-
-def until(happened: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not happened():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.001)

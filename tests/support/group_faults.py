@@ -8,10 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from support.waiting import until
 from tlora.runtime.group import supervisor
 from tlora.runtime.group.supervisor import Ranks
 
 serve = supervisor.serve
+
+MOVE_TOKENS = 60.0
+"""Far less than jobs have left to train that are to move."""
 
 
 def raising(connection, directory, plan, jobs, rank, *more: Any) -> None:
@@ -30,12 +34,21 @@ def raising(connection, directory, plan, jobs, rank, *more: Any) -> None:
     serve(connection, directory, plan, jobs, rank, *more)
 
 
+def quick_to_move(*arguments: Any) -> None:
+    """A move costs little, however long this machine took for one job to come in."""
+    from tlora.runtime.group.rank import Member
+
+    Member._move_cost = lambda self: MOVE_TOKENS
+    serve(*arguments)
+
+
 def raising_after_a_move(connection, directory, plan, jobs, rank, *more: Any) -> None:
     """The rank of two that has sent a job to the other raises twenty agreements later."""
     from tlora.runtime.group.rank import Member
     from tlora.training.group_engine import GroupEngine
 
     agree, send_off, left = GroupEngine._agree, Member._send_off, [-1]
+    Member._move_cost = lambda self: MOVE_TOKENS
 
     def sent(self, *move):
         left[0] = 20
@@ -95,11 +108,7 @@ def lose(when: Path, number: int, rank: int, lost: list[float]) -> Callable[[Ran
 
 
 def wait_for_lines(path: Path, *, lines: int = 5) -> None:
-    until = time.monotonic() + 100
-    while time.monotonic() < until:
-        if path.exists() and len(path.read_text().splitlines()) >= lines:
-            break
-        time.sleep(0.05)
+    until(lambda: path.exists() and len(path.read_text().splitlines()) >= lines)
 
 
 def stop_rank(rank: int, launcher: int, *, when: Path) -> float:

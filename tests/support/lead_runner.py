@@ -1,5 +1,5 @@
-"""`python lead_runner.py JOBS.yaml OUTPUT STEP`: a run over two devices, to be killed. It hears of no
-more than a job's step of this number: whoever kills it may be late."""
+"""`python lead_runner.py JOBS.yaml OUTPUT STEP`: a run over two devices, to be killed. It hears of
+no more than a job's step of this number: whoever kills it may be late."""
 
 import sys
 import time

@@ -50,7 +50,7 @@ class SlowLink:
         gate = self.gate
 
         def wait() -> None:
-            assert gate.wait(10)
+            assert gate.wait(300)
 
         return wait
 

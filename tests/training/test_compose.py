@@ -593,10 +593,11 @@ def test_composing_is_quick() -> None:
         for i in range(100)
     ]
     fastest = float("inf")
-    for _ in range(20):
-        started = time.perf_counter()
+    for _ in range(50):
+        # Of processor time: what others do with the machine meanwhile does not count.
+        started = time.thread_time()
         compose(waiting, budget=8192, buckets=buckets_for(8192, step=64))
-        fastest = min(fastest, time.perf_counter() - started)
+        fastest = min(fastest, time.thread_time() - started)
     assert fastest < 0.002
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.arriving import PATIENCE_S
 from support.asking import answers, put, submission
 from support.runs import job_file, write_rows
+from support.waiting import PATIENCE_S
 
 from tlora.config import dump_spec, load_spec
 from tlora.core.errors import DataError

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.arriving import PATIENCE_S, Gate, let_others_arrive, wait_held
+from support.arriving import Gate, let_others_arrive, wait_held
 from support.asking import Asking, answers, put, submission
 from support.kills import adapter_bytes, same_end
 from support.runs import job_file, write_rows
+from support.waiting import PATIENCE_S
 
 import tlora
 from tlora.core.job import JobSpec, RunSpec
@@ -65,8 +66,8 @@ def submit(spec: RunSpec, *names: str) -> tuple[str, str, dict]:
 
 class Looking(Asking):
     """Also does something at a step, and knows how far others were when a job joined. In its second
-    half `here` is in no hurry: after each step whoever is on its way comes as far as it can, so that
-    no thread has to be fast for it to be in time."""
+    half `here` is in no hurry: after each step whoever is on its way comes as far as it can, and no
+    thread has to be fast for it to be in time."""
 
     def __init__(self, root: Path, asked: dict, then: Steps | None = None) -> None:
         super().__init__(root, asked)

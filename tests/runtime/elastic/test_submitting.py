@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 from support.asking import answers
 from support.runs import job_file, write_rows
+from support.waiting import PATIENCE_S
 
 from tlora.config import dump_spec, load_spec
 from tlora.core.errors import SpecError
 from tlora.core.job import RunSpec
+from tlora.runtime import directory
 from tlora.runtime.directory import RunDirectory
 from tlora.runtime.elastic import asking
 from tlora.runtime.elastic.roll import command_to_go_on, enrol
@@ -84,9 +86,13 @@ def test_jobs_that_are_on_record_are_not_refused(ending: Ending) -> None:
     assert answers(ending.root) == [None]
 
 
-def test_another_who_submits_is_not_taken_for_the_run(ending: Ending) -> None:
+def test_another_who_submits_is_not_taken_for_the_run(
+    ending: Ending, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It holds the lock for a moment; a run that holds it on is busy."""
     other = RunDirectory(ending.root)
+    patience_s = directory.PATIENCE_S
+    monkeypatch.setattr(directory, "PATIENCE_S", PATIENCE_S)
 
     def hold(number: int) -> None:
         ending.directory.close()
@@ -96,6 +102,7 @@ def test_another_who_submits_is_not_taken_for_the_run(ending: Ending) -> None:
     ending.last = hold
     with pytest.raises(SpecError, match="nobody is at work"):
         ending.submit()
+    monkeypatch.setattr(directory, "PATIENCE_S", patience_s)
     ending.directory.take()
     ending.last = lambda number: (ending.directory.close(), other.take())
     assert "the run is busy" in ending.submit()

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from safetensors.torch import load_file
-from support.arriving import PATIENCE_S
+from support.waiting import PATIENCE_S
 
 from tlora.config import dump_spec
 from tlora.runtime import saving

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.arriving import PATIENCE_S, Gate, let_others_arrive
+from support.arriving import Gate, let_others_arrive
+from support.waiting import PATIENCE_S
 
 from tlora.config import dump_spec
 from tlora.runtime import arriving

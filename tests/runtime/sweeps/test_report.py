@@ -162,7 +162,7 @@ def test_the_report_of_a_sweep_is_drawn_in_a_browser(page: Path, tmp_path: Path)
     page.write_text(text)
     quiet = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync")
     command = [chromium, *quiet, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
-    done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=600)
     dom = done.stdout
     assert 'data-drawn="yes"' in dom and "data-error" not in dom
     figures = dict(re.findall(r'<figure id="(\w+)">(.*?)</figure>', dom, re.S))

@@ -2,9 +2,9 @@
 
 import io
 import re
-import time
 
 from rich.console import Console
+from support.waiting import until
 
 from tlora.core.sweep import EarlyExitSpec, ObjectiveSpec
 from tlora.runtime.sweeps.view import LiveView, View, leaderboard
@@ -86,12 +86,11 @@ def test_the_live_view_draws_and_leaves_the_terminal_as_it_was() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=120, height=20)
     view = LiveView(console)
     view.begin(state_of(4))
-    end = time.monotonic() + 20
-    assert isinstance(console.file, io.StringIO)
-    while "underperforming" not in console.file.getvalue() and time.monotonic() < end:
-        time.sleep(0.05)
+    out = console.file
+    assert isinstance(out, io.StringIO)
+    until(lambda: "underperforming" in out.getvalue())
     view.say("a word")
     view.close()
     view.close()
-    said = console.file.getvalue()
+    said = out.getvalue()
     assert "t3" in said and "a word" in said and "best t3: eval_loss 6.0000" in said
