@@ -1,6 +1,6 @@
 """The command as the shell sees it: speed, exit codes, one message per error."""
 
-import resource
+import os
 import signal
 import subprocess
 import sys
@@ -76,20 +76,28 @@ def raising(error: BaseException):
     return load
 
 
-def child_seconds() -> float:
-    """Of processor time, which a busy machine does not stretch as it does the clock's."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+def processor_seconds(command: list[str]) -> tuple[float, str]:
+    """Which a busy machine does not stretch as it does the clock's; of this process alone, whoever
+    else ends meanwhile. And what it said."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return usage.ru_utime + usage.ru_stime, said
 
 
 @pytest.mark.parametrize("args", [["--help"], *([verb, "--help"] for verb in VERBS)])
 def test_help_answers_at_once_and_without_torch(args: list[str]) -> None:
-    """Well under a second of work; torch alone would take several."""
-    before = child_seconds()
-    done = subprocess.run([sys.executable, "-c", PROBE, *args], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "Usage: tlora" in done.stdout
-    assert child_seconds() - before < BUDGET_SECONDS
+    """Well under a second of work; torch alone would take several. The first time Python may have
+    files to compile, and caches that others fill cost every time something."""
+    for _ in range(3):
+        seconds, said = processor_seconds([sys.executable, "-c", PROBE, *args])
+        assert "Usage: tlora" in said
+        if seconds < BUDGET_SECONDS:
+            return
+    pytest.fail(f"{seconds:.1f} s")
 
 
 def test_every_verb_and_option_has_a_help_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support import group_faults
+from support import group_faults, rank_runner
 from support.group_faults import lose, stop_rank
 from support.runs import job_file, write_rows
 from support.waiting import Stalls
@@ -134,6 +134,7 @@ def test_a_lost_rank_ends_the_group_and_the_jobs_go_on_without(
     """Within ten seconds, with the cause named; under a smaller plan every job ends as alone."""
     for name, seconds in TIMES.items():
         monkeypatch.setattr(supervisor, name, seconds)
+    monkeypatch.setattr(supervisor, "serve", group_faults.unhurried_to_the_end)
     lost: list[float] = []
     on_start = lose(tmp_path / "long" / "metrics.jsonl", number, 1, lost)
     with Stalls() as stalls:
@@ -273,12 +274,14 @@ def test_the_size_of_nano_batches_is_tuned_where_that_is_asked_for(
     assert measured and {each["device"] for each in measured} == {0}
 
 
-def torchrun(spec: RunSpec, folder: Path, *options: str, restarts: int = 0) -> list[str]:
-    """The documented command."""
+def torchrun(
+    spec: RunSpec, folder: Path, *options: str, restarts: int = 0, program: str = "-m tlora"
+) -> list[str]:
+    """The documented command, unless it is to start another program."""
     (folder / "jobs.yaml").write_text(dump_spec(spec))
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-        *("--max-restarts", str(restarts), "-m", "tlora", "train", str(folder / "jobs.yaml")),
+        *("--max-restarts", str(restarts), *program.split(), "train", str(folder / "jobs.yaml")),
         *("--output", str(folder / "run"), *options),
     ]
 
@@ -322,7 +325,8 @@ def test_a_hanging_rank_of_torchrun_is_named_and_replaced(
     """A stopped rank ends the group within ten seconds; torchrun starts it again, and every job
     ends as alone."""
     (tmp_path / "plan.yaml").write_text("replicas: 2\nbucket: 128\nadapters: rank_local\n")
-    command = torchrun(spec, tmp_path, "--plan", str(tmp_path / "plan.yaml"), restarts=1)
+    plan = ("--plan", str(tmp_path / "plan.yaml"))
+    command = torchrun(spec, tmp_path, *plan, restarts=1, program=rank_runner.__file__)
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as group:
         try:
             stopped = stop_rank(1, group.pid, when=tmp_path / "run" / "long" / "metrics.jsonl")

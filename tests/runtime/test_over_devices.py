@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import group_faults
 from support.costs import TIME, known_points
 from support.group_faults import lose
 from support.runs import job_file
@@ -20,6 +21,7 @@ from tlora.core.plan import Plan
 from tlora.costs.groups import MEMORY_MARGIN
 from tlora.costs.memory import Memory
 from tlora.costs.profile import Profile, write_profile
+from tlora.runtime.group import supervisor
 from tlora.runtime.group.running import train_in_group
 from tlora.runtime.planning import choose_profile, look_into
 from tlora.runtime.training import RunResult
@@ -133,7 +135,7 @@ def test_a_base_that_fits_no_device_is_sharded(
 
 
 def test_a_group_that_cannot_shrink_ends_with_its_jobs_saved(
-    base: Path, rows: Path, tmp_path: Path, capsys
+    base: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank is killed and the base fits no single device: the message has the numbers, and the
     same command goes on."""
@@ -149,7 +151,8 @@ def test_a_group_that_cannot_shrink_ends_with_its_jobs_saved(
         )
 
     lost: list[float] = []
-    with pytest.raises(TloraError) as ended:
+    with monkeypatch.context() as patch, pytest.raises(TloraError) as ended:
+        patch.setattr(supervisor, "serve", group_faults.unhurried_to_the_end)
         train(lose(metrics, signal.SIGKILL, 1, lost))
     assert "rank 1: its process was ended by SIGKILL; nothing fits on 1 GPU: " in str(ended.value)
     assert re.search(r"needs 0.\d MiB of 0.\d on a GPU", str(ended.value))
