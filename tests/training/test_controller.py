@@ -27,6 +27,7 @@ from tlora.runtime.benchmark.landscapes import (
     recorded,
     settings_for,
 )
+from tlora.training import controller as controller_module
 from tlora.training.compose import bucket_of
 from tlora.training.controller import (
     Action,
@@ -165,16 +166,58 @@ def test_a_long_plateau_is_looked_beside_ever_more_rarely() -> None:
 
 
 def test_it_climbs_by_doubling_to_the_knee() -> None:
-    """Noise aside, three measures each; then it is there."""
+    """Noise aside, three measures each, and three more of the best where another is like it; then
+    it is there."""
     controller = Controller(settings(warm_ups=1))
     rates = {64: 10.0, 128: 20.0, 256: 40.0, 512: 40.1}
     budgets, actions = [], []
-    for _ in range(13):
+    for _ in range(16):
         budgets.append(controller.budget)
         measure = nano_batch(controller.budget, rates[controller.budget])
         actions += [decision.action for decision in controller.observe(measure)]
-    assert budgets == [128] * 4 + [256] * 4 + [512] * 4 + [256]
-    assert actions == [Action.DOUBLE, Action.DOUBLE, Action.SETTLE] and controller.is_settled
+    assert budgets == [128] * 4 + [256] * 4 + [512] * 4 + [256] * 4
+    assert actions == [Action.DOUBLE, Action.DOUBLE, Action.AGAIN, Action.SETTLE]
+    assert controller.is_settled
+
+
+@pytest.mark.parametrize("pace_of", [0.998, 1.0, 1.002])
+def test_a_device_that_changes_its_pace_does_not_decide_which_size_is_better(
+    pace_of: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a fifth of a per cent at every nano-batch, while the next size is 1.5 % faster, or slower.
+    The twin that measures the best on one side alone misses the faster one."""
+
+    def found(gain: float) -> int:
+        controller = Controller(settings(sizes=(128, 256), idle=256, limit=256))
+        for i in range(40):
+            rate = 1000.0 * pace_of**i * (gain if controller.budget == 256 else 1.0)
+            controller.observe(nano_batch(controller.budget, rate))
+            if controller.is_settled:
+                return controller.best
+        raise AssertionError("it never settles")
+
+    assert (found(1.015), found(0.985)) == (256, 128)
+    monkeypatch.setattr(controller_module, "DRIFT", 0.0)
+    assert (found(1.015), found(0.985)) == (128 if pace_of < 1 else 256, 128)
+
+
+def test_the_best_is_measured_again_as_often_as_it_is_compared_and_no_longer_than_work_lasts() -> (
+    None
+):
+    """Where nothing fills it any more, what is known decides."""
+    controller = Controller(settings(patience=4))
+    fed(controller, 3, 1000.0)
+    assert [each.action for each in fed(controller, 3, 1002.0)] == [Action.AGAIN]
+    assert controller.budget == 128 and controller.rates.count(128) == 3
+    assert not fed(controller, 3, 1000.0, full=False)
+    assert [each.action for each in fed(controller, 1, 1000.0, full=False)] == [Action.SETTLE]
+
+
+def test_what_is_far_better_or_far_worse_is_not_measured_again() -> None:
+    for factor, action in ((1.2, Action.DOUBLE), (0.8, Action.HALVE)):
+        controller = Controller(settings())
+        fed(controller, 3, 1000.0)
+        assert [each.action for each in fed(controller, 3, 1000.0 * factor)] == [action]
 
 
 @pytest.mark.parametrize("warm_ups", [0, 1, 3])
@@ -300,8 +343,9 @@ def test_a_change_of_group_during_a_search_is_looked_at_after_it() -> None:
     controller = Controller(settings())
     fed(controller, 3, 1000.0)
     assert controller.budget == 256
-    decisions = fed(controller, 3, 1000.0, group=1)
-    assert [each.action for each in decisions] == [Action.SETTLE] and not controller.is_settled
+    decisions = fed(controller, 6, 1000.0, group=1)
+    assert [each.action for each in decisions] == [Action.AGAIN, Action.SETTLE]
+    assert not controller.is_settled
     assert [each.action for each in fed(controller, 3, 1000.0, group=1)] == [Action.HOLD]
     assert controller.is_settled and controller.budget == 128
 

@@ -100,5 +100,10 @@ class Rates:
         logs = self._logs.get(size, deque[float]())
         self._logs = {size: deque(list(logs)[len(logs) - latest :], maxlen=WINDOW)}
 
+    def trim(self, size: int, latest: int) -> None:
+        """Forget all but its latest measures, and nothing of others."""
+        logs = list(self._logs[size])
+        self._logs[size] = deque(logs[len(logs) - latest :], maxlen=WINDOW)
+
     def forget(self, size: int) -> None:
         self._logs.pop(size, None)

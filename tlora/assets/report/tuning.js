@@ -3,7 +3,7 @@
 // were. Only there if the size was tuned.
 const SIGNS = {
   double: "▲", "step up": "△", halve: "▼", "step down": "▽", probe: "?", back: "↩", settle: "■",
-  hold: "=", restart: "↻", limit: "✕",
+  again: "⇄", hold: "=", restart: "↻", limit: "✕",
 };
 
 function drawTuning() {
