@@ -48,6 +48,29 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def waiting_is_chosen() -> bool:
+    """Whether somebody has said how threads of OpenMP wait for each other."""
+    return bool(os.environ.get("OMP_WAIT_POLICY") or os.environ.get("GOMP_SPINCOUNT"))
+
+
+def busy_seconds() -> float | None:
+    """Of the cores that this process may run on, together, whoever kept them busy. None where the
+    system does not tell."""
+    if sys.platform != "linux":
+        return None
+    try:
+        lines = Path("/proc/stat").read_text().splitlines()
+    except OSError:
+        return None
+    mine = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    found = [line.split()[1:] for line in lines if line.split(" ", 1)[0] in mine]
+    if len(found) < len(mine):
+        return None
+    # user, nice, system; idle, iowait; irq, softirq. What a hypervisor took is nobody's here.
+    ticks = sum(int(core[field]) for core in found for field in (0, 1, 2, 5, 6))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def own_command() -> str:
     """What this process was started by, as a person typed it."""
     program = Path(sys.argv[0])

@@ -25,6 +25,7 @@ from tlora.runtime.elastic.one_device import OneDevice
 from tlora.runtime.elastic.roll import Again
 from tlora.runtime.entering import adapter_start, enter_jobs
 from tlora.runtime.environment import quieten_libraries
+from tlora.runtime.giving_way import giving_way
 from tlora.runtime.interrupts import interruptible
 from tlora.runtime.live import choose_progress
 from tlora.runtime.opening import Opening, open_run
@@ -114,7 +115,7 @@ def _train(opening: Opening, device: torch.device, progress: Progress) -> RunRes
             floor.drivers, shape, device, progress, preparer=preparer, in_turns=True
         )
         recorder.on_result = desk.ended
-        with interruptible(on_first=progress.on_interrupt) as interrupt:
+        with giving_way(device), interruptible(on_first=progress.on_interrupt) as interrupt:
             try:
                 unfinished = floor.run(desk, interrupt)
             except Exception:

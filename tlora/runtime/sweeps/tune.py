@@ -18,6 +18,7 @@ from tlora.runtime.comparing import compare
 from tlora.runtime.data_lines import full_lines, start_lines
 from tlora.runtime.directory import RunDirectory, replace_text
 from tlora.runtime.environment import quieten_libraries
+from tlora.runtime.giving_way import giving_way
 from tlora.runtime.interrupts import interruptible
 from tlora.runtime.recording import Recorder
 from tlora.runtime.resuming import check_same_bits
@@ -205,7 +206,7 @@ def run_through(
         keep(runner, directory)
         begin(runner, turns, runner.take_up)
         view.begin(state)
-        with interruptible(on_first=view.on_interrupt) as interrupt:
+        with giving_way(outset.device), interruptible(on_first=view.on_interrupt) as interrupt:
             interrupted = runner.run(interrupt)
     finally:
         # Ends that are told while closing are in the log, too.
