@@ -193,3 +193,18 @@ def test_pieces_of_b_turned_lie_side_by_side_with_a_page_of_nothing_behind_the_l
         assert ends[-1] == columns[-1] + 16 + pages.PAGE <= layout.turned_columns
     found = pages.find(jobs, TOKENS, layout.inside)
     assert set(found.first_row[found.number == 0]) == {0, 16, 80, 144, 160}
+
+
+@pytest.mark.parametrize("rank", [1, 16, 80, 130])
+def test_b_turned_has_room_for_as_many_jobs_as_a_layout_does(rank: int):
+    """And for the page behind the last of them."""
+    layout = Layout(
+        num_tokens=TOKENS, in_features=64, out_features=(64,), max_segments=3, max_rank=rank,
+        inside=("forward",),
+    )  # fmt: skip
+    jobs = [segment(100 * i, 100 * i + 100, rank * i, (rank,)) for i in range(3)]
+    table = build_table(layout, jobs).numpy()
+    first, count = layout.first_row["pieces_y"], table[0, LISTS.index("pieces_y")]
+    pieces = table[first : first + count]
+    last_page = pages.find(jobs, TOKENS, layout.inside).first_row.max() + pages.PAGE
+    assert last_page <= (pieces[:, FIRST] + pieces[:, SIZE]).max() <= layout.turned_columns

@@ -1,12 +1,13 @@
 """Frozen products that take the adapters' update in their own loop."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 from support.interpreter import DEVICE, KERNELS_RUN, runs_kernels
 
-from tlora.kernels.multi_lora import pages
+from tlora.kernels.multi_lora import pages, settings
 from tlora.kernels.multi_lora.blocks import Blocks, Layout
 from tlora.kernels.multi_lora.settings import Tuning
 from tlora.kernels.multi_lora.tables import Segment, s_columns
@@ -259,3 +260,49 @@ def test_b_turned_has_every_column_that_a_page_reads():
             wanted[:, first : first + rank] = rows[row : row + rank].T
             first += -(-rank // 16) * 16
         assert torch.equal(found[:, : first + pages.PAGE], wanted[:, : first + pages.PAGE]), linear
+
+
+@runs_kernels
+def test_nothing_is_laid_beyond_its_tensors(monkeypatch):
+    """Of a layout that has room for these jobs and no other, of linears that end within a tile and
+    are not equally wide, of tokens that end within a block: what lies behind stays as it is."""
+    monkeypatch.setattr(settings, "LAY", replace(settings.LAY, features=32))
+    jobs = [
+        Segment(0, 130, 0, (70, 80, 0), (3, 0, 0), SCALE),
+        Segment(130, TOKENS, 150, (80, 3, 80), (80, 100, 9), SCALE),
+    ]
+    widths = (72, 136, 40)
+    layout = Layout(
+        num_tokens=TOKENS, in_features=DEPTH, out_features=widths, max_segments=2, max_rank=80,
+        dropout=False, inside=("forward", "backward"),
+    )  # fmt: skip
+    blocks = Blocks.new(layout, DEVICE)
+    blocks.copy(jobs)
+    torch.manual_seed(0)
+    s, b = torch.zeros_like(randn(TOKENS, layout.s_width)), [randn(200, width) for width in widths]
+    behind, new_empty = [], torch.Tensor.new_empty
+
+    def guarded(like: torch.Tensor, *shape: int, **options) -> torch.Tensor:
+        if options:  # The interpreter's own.
+            return new_empty(like, *shape, **options)
+        size = math.prod(shape)
+        whole = torch.full((size + (1 << 19),), torch.nan, device=DEVICE, dtype=DTYPE)
+        behind.append(whole[size:])
+        return whole[:size].view(shape)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", guarded)
+    slots, turned = triton_pages.lay(s, b, blocks)
+    assert not slots[:, : pages.PAGE].any(), "S is zero"
+    for linear, (found, rows) in enumerate(zip(turned, b, strict=True)):
+        first = 0
+        for job in jobs:
+            rank, row = job.ranks[linear], job.b_rows[linear]
+            assert torch.equal(found[:, first : first + rank], rows[row : row + rank].T)
+            first += -(-rank // 16) * 16
+    slots = triton_pages.new_slots(s)
+    part = randn(3, TOKENS, layout.s_width)
+    triton_pages.sum_into_slots(
+        torch.empty_like(s), slots, part, list(widths), TILE, blocks, tokens=8, parts=2
+    )
+    assert len(behind) == 5, "slots each way, and B of three linears"
+    assert all(each.isnan().all() for each in behind)
