@@ -11,6 +11,7 @@ change. Row 0 holds the number of segments; row i the i-th segment:
 Rank rows of the group's linears follow each other in A, in the order of the linears.
 """
 
+import functools
 import struct
 from dataclasses import dataclass
 from itertools import accumulate
@@ -95,9 +96,10 @@ def _parse(table: torch.Tensor, scales: torch.Tensor) -> list[Segment]:
     ]
 
 
-def s_columns(ranks: tuple[int, ...]) -> list[int]:
+@functools.lru_cache(maxsize=4096)
+def s_columns(ranks: tuple[int, ...]) -> tuple[int, ...]:
     """Where the linears of a job begin in S: at multiples of eight, 16 bytes in half precision."""
-    return list(accumulate((round_up(rank, 8) for rank in ranks), initial=0))[:-1]
+    return tuple(accumulate((round_up(rank, 8) for rank in ranks), initial=0))[:-1]
 
 
 def round_up(value: int, multiple: int) -> int:
