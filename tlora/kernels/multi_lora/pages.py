@@ -39,7 +39,7 @@ SLOTS = 32
 
 HEAD = 2 + SLOTS // 2
 MOST_ROWS = 1 << 16
-"""Of a pool: where a page begins is a number of 16 bits."""
+"""Of A in the pool, or columns of B turned: where a page begins is a number of 16 bits."""
 
 PAGE_COLUMNS = 8
 (

@@ -151,7 +151,7 @@ PRODUCT = Tuning(tokens=BLOCK, features=256, warps=8, stages=3, programs=1)
 """Of a frozen product with the update inside (triton_product.py)."""
 
 LAY = Tuning(tokens=32, features=128, warps=4, programs=4)
-"""Of what such a product of Y reads (triton_pages.py): S and B turned."""
+"""Of what such a product of Y reads (triton_pages.py): S and B turned. Not timed."""
 
 INSIDE_TOKENS = 8192
 """Of a nano-batch whose products take the update inside: smaller ones were not compared."""
