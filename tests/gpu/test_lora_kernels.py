@@ -91,8 +91,9 @@ def test_gradients_match_the_reference_whatever_the_setting(name: str):
     torch.backends.cuda.matmul.allow_tf32 = False
     problem = Problem()
     found = problem.gradients(SETTINGS[name])
-    assert max(errors(found, problem.expected(1.0))) < LIMIT
-    assert min(errors(found, problem.expected(1.01))) > LIMIT
+    # Not the largest of them, which a NaN need not be.
+    assert all(error < LIMIT for error in errors(found, problem.expected(1.0)))
+    assert all(twin > LIMIT for twin in errors(found, problem.expected(1.01)))
     again = problem.gradients(SETTINGS[name])
     assert all(torch.equal(u, v) for u, v in zip(found, again, strict=True))
 

@@ -106,10 +106,11 @@ class Linears:
     def check(self):
         found, right = self.run()[0], self.expected()
         errors = [relative_error(u, v) for u, v in zip(found, right, strict=True)]
-        assert max(errors) < LIMIT, errors
+        # Not the largest of them, which a NaN need not be.
+        assert all(error < LIMIT for error in errors), errors
         off = [replace(each, scale=1.03 * each.scale) for each in self.segments]
         twins = [relative_error(u, v) for u, v in zip(found, self.expected(off), strict=True)]
-        assert min(twins) > LIMIT, twins
+        assert all(twin > LIMIT for twin in twins), twins
 
 
 @pytest.fixture

@@ -186,14 +186,17 @@ def test_how_many_programs_there_are_changes_no_bit(programs: int, monkeypatch):
 
 
 @runs_kernels
-def test_a_job_has_the_same_bits_among_others():
-    """In another slot, with other pages; with a neighbour whose S is no number."""
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_a_job_has_the_same_bits_among_others(way: pages.Way):
+    """In another slot, with other pages, elsewhere in B turned; with a neighbour whose S is no
+    number."""
     mine = segment(20, 100, 3, 16)
     alone, among = (
-        Problem(each, "backward")
+        Problem(each, way)
         for each in ([mine], [segment(0, 20, 5, 64), mine, segment(100, 128, 0, 5)])
     )
-    among.parts[:, :20] = torch.nan
+    s = among.s[None] if way == "forward" else among.parts
+    s[:, :20] = torch.nan
     for one, other in zip(alone.run(), among.run(), strict=True):
         assert torch.equal(one[20:100], other[20:100])
         assert other[:20].isnan().all() and other[128:].isfinite().all()
@@ -220,10 +223,11 @@ def test_ds_that_is_placed_has_the_bits_of_ds_that_is_not(ranks: tuple[int, ...]
     and zeros beside them."""
     from tlora.kernels.multi_lora import triton_backward
 
+    # With the first token alone of eight that a program has, and with the last.
     jobs = [
-        in_eights(0, 150, 1, ranks),
-        in_eights(150, 150, 3, ranks),
-        in_eights(170, 290, 0, ranks),
+        in_eights(0, 153, 1, ranks),
+        in_eights(153, 153, 3, ranks),
+        in_eights(167, 289, 0, ranks),
     ]
     problem = Problem(jobs, "backward", 3)
     columns = sum(-(-rank // 8) * 8 for rank in ranks)
@@ -236,7 +240,7 @@ def test_ds_that_is_placed_has_the_bits_of_ds_that_is_not(ranks: tuple[int, ...]
     for job in (jobs[0], jobs[2]):
         here = slice(job.start, job.stop)
         assert torch.equal(ds[here, :columns], usual[here, :columns])
-    assert ds[150:170].isnan().all() and ds[290:].isnan().all()
+    assert ds[153:167].isnan().all() and ds[289:].isnan().all()
     found = pages.find(jobs, TOKENS, ("backward",))
     for block, slot, values in zip(found.block, found.slot, found.values, strict=True):
         start, stop, col, rank = values[:4].tolist()
