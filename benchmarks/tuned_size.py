@@ -27,11 +27,12 @@ from tlora.runtime.benchmark.machine import device_name
 from tlora.runtime.benchmark.record import commit, versions
 from tlora.runtime.benchmark.workload import Workload, new_workload
 from tlora.runtime.budget import WARM_UPS, tokens_that_fit
-from tlora.training.controller import Controller, ControllerSettings, ladder
+from tlora.training.controller import Controller
 from tlora.training.driver import JobDriver
 from tlora.training.engine import Engine
 from tlora.training.loop import run_jobs
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
+from tlora.training.size_search import ControllerSettings, ladder
 
 
 class Watch:

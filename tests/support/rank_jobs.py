@@ -16,11 +16,11 @@ from tlora.parallel.counting import Counts
 from tlora.parallel.mesh import shard_mesh
 from tlora.parallel.shard_loading import load_sharded
 from tlora.parallel.sharding import Sharded
-from tlora.training.controller import Decision
 from tlora.training.driver import JobDriver
 from tlora.training.engine import Engine
 from tlora.training.group_engine import Usage
 from tlora.training.outcome import EvaluationDone, Outcome
+from tlora.training.size_search import Decision
 
 STEPS = {"one": 14, "odd": 6, "dropped": 8, "wide": 5, "upper-layer": 12, "widest": 7}
 """They end at different times."""

@@ -15,13 +15,14 @@ from tlora.core.errors import SpecError
 from tlora.core.plan import Plan
 from tlora.model.super_model import SuperModel
 from tlora.parallel.counting import Counts
-from tlora.training.controller import Controller, ControllerSettings, Decision, Measure, ladder
+from tlora.training.controller import Controller
 from tlora.training.driver import JobDriver, Status
 from tlora.training.engine import Engine
 from tlora.training.group_engine import GroupEngine, Usage
 from tlora.training.group_loop import GroupLoop, run_group
 from tlora.training.loop import run_jobs
 from tlora.training.outcome import EvaluationDone, StepDone
+from tlora.training.size_search import ControllerSettings, Decision, Measure, ladder
 
 
 def train_in_group(

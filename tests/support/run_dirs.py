@@ -10,7 +10,8 @@ from pathlib import Path
 from tlora.config import dump_spec
 from tlora.core.job import BaseSpec, DataSpec, EvalSpec, JobSpec, LoraSpec, RunSpec, TrainSpec
 from tlora.runtime.benchmark.landscapes import Landscape, settings_for
-from tlora.training.controller import Controller, Measure
+from tlora.training.controller import Controller
+from tlora.training.size_search import Measure
 
 BEGAN = 1_700_000_000.0
 ROWS = 1024

@@ -29,16 +29,9 @@ from tlora.runtime.benchmark.landscapes import (
 )
 from tlora.training import controller as controller_module
 from tlora.training.compose import bucket_of
-from tlora.training.controller import (
-    Action,
-    Controller,
-    ControllerSettings,
-    Decision,
-    Measure,
-    ladder,
-    replay,
-)
+from tlora.training.controller import Controller, replay
 from tlora.training.rates import Rates
+from tlora.training.size_search import Action, ControllerSettings, Decision, Measure, ladder
 
 SEEDS = range(4)
 FLAT = launch_bound(1, 18_000.0)

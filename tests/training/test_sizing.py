@@ -5,8 +5,9 @@ from support.alone import as_alone
 from support.breaking import breaking, full_device
 from support.tiny import Fed, batches, sequences, tiny_engine, tiny_super_model, train
 
-from tlora.training.controller import Controller, ControllerSettings
+from tlora.training.controller import Controller
 from tlora.training.engine import Engine
+from tlora.training.size_search import ControllerSettings
 
 
 def tuned_engine(start: int = 32) -> Engine:

@@ -7,7 +7,7 @@ from tlora.core.job import RunSpec
 from tlora.data.prepare import PreparedData
 from tlora.model.memory import activation_bytes
 from tlora.model.super_model import SuperModel
-from tlora.training.controller import ControllerSettings, ladder
+from tlora.training.size_search import ControllerSettings, ladder
 
 ON_CUDA = 8192
 """Past the knee on one H200 (docs/log.md)."""

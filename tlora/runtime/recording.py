@@ -19,10 +19,10 @@ from tlora.runtime.resuming import Resumption
 from tlora.runtime.saving import SaveFailed, Saver
 from tlora.runtime.settings import job_settings
 from tlora.runtime.sinks import Sinks
-from tlora.training.controller import ControllerSettings
 from tlora.training.driver import JobDriver, Status
 from tlora.training.engine import Engine
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
+from tlora.training.size_search import ControllerSettings
 
 
 class Recorder:

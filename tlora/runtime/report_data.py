@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from tlora.runtime.placement import stays as stays_of
 from tlora.runtime.run_log import NanoBatch, Record, RunLog
-from tlora.training.controller import Measure
+from tlora.training.size_search import Measure
 
 POINTS = 40_000
 """Of all training curves together; each has between 100 and 2,000."""

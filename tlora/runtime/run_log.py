@@ -16,7 +16,7 @@ import yaml
 from tlora.core.errors import SpecError
 from tlora.runtime.settings import flat
 from tlora.store.sqlite import decisions_of
-from tlora.training.controller import Action, ControllerSettings, Decision, Measure
+from tlora.training.size_search import Action, ControllerSettings, Decision, Measure
 
 CAME, WENT = ("attached", "joined"), ("ended", "detached")
 BEGINS = ("attached", "began")

@@ -36,13 +36,14 @@ from tlora.parallel.reduction import sum_in_order
 from tlora.parallel.sharding import GroupLost, Sharded
 from tlora.training import optimiser
 from tlora.training.compose import Composition, Kind, Waiting, bucket_of
-from tlora.training.controller import Controller, Decision, Measure
+from tlora.training.controller import Controller
 from tlora.training.engine import Engine
 from tlora.training.engine_job import NOBODY, EngineJob
 from tlora.training.in_flight import InFlight
 from tlora.training.launching import run_through
 from tlora.training.outcome import Outcome
 from tlora.training.recovery import drop_partial_batches
+from tlora.training.size_search import Decision, Measure
 
 logger = logging.getLogger(__name__)
 

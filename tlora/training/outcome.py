@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from tlora.core.errors import JobFailed
 from tlora.training.compose import Kind
-from tlora.training.controller import Decision, Measure
+from tlora.training.size_search import Decision, Measure
 
 
 @dataclass(frozen=True, slots=True)

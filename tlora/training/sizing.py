@@ -4,9 +4,10 @@ where memory has no room for them."""
 from dataclasses import replace
 
 from tlora.training.compose import Composition, Kind, buckets_for
-from tlora.training.controller import Controller, Measure
+from tlora.training.controller import Controller
 from tlora.training.in_flight import InFlight
 from tlora.training.outcome import Outcome
+from tlora.training.size_search import Measure
 
 MIN_BUDGET = 64
 CPU_BUCKET_STEP = 64

@@ -15,7 +15,7 @@ from tlora.runtime.benchmark.landscapes import (
     peaked,
     recorded,
 )
-from tlora.training.controller import Decision, Measure
+from tlora.training.size_search import Decision, Measure
 
 
 @dataclass

@@ -13,13 +13,8 @@ from itertools import pairwise
 from random import Random
 from typing import Protocol
 
-from tlora.training.controller import (
-    Controller,
-    ControllerSettings,
-    Decision,
-    Measure,
-    ladder,
-)
+from tlora.training.controller import Controller
+from tlora.training.size_search import ControllerSettings, Decision, Measure, ladder
 
 LOW, HIGH = 512, 16384
 SIZES = ladder(LOW, HIGH)

@@ -55,10 +55,11 @@ from tlora.runtime.requests import request_of
 from tlora.runtime.resuming import Resumption, check_same_bits, resumption, saved_steps
 from tlora.runtime.sinks import Sinks
 from tlora.runtime.training import compiles, describe_run, load_super_model, show_exact
-from tlora.training.controller import Controller, ControllerSettings
+from tlora.training.controller import Controller
 from tlora.training.driver import JobDriver, Status
 from tlora.training.group_loop import GroupLoop, run_group
 from tlora.training.outcome import EvaluationDone, Outcome, StepDone
+from tlora.training.size_search import ControllerSettings
 
 LOOK_S = 0.2
 """Between two looks of a rank at what has reached the disk, and of rank 0 for what the group is
