@@ -11,6 +11,7 @@ from support.run_dirs import synthetic_run
 from support.runs import job_file, write_rows
 
 from tlora.config import load_spec
+from tlora.core.assets import REPORT
 from tlora.core.errors import SpecError
 from tlora.runtime.benchmark.landscapes import recorded
 from tlora.runtime.progress import ProgressLines
@@ -25,6 +26,7 @@ from tlora.runtime.run_log import (
 )
 from tlora.runtime.training import train
 from tlora.training.controller import replay
+from tlora.training.size_search import Action
 
 VOID = {"meta", "br", "hr", "input", "link", "img", "area", "base", "col", "embed", "source", "wbr"}
 
@@ -261,6 +263,15 @@ def test_a_run_whose_size_was_tuned_shows_how(tmp_path: Path) -> None:
     assert "Size of nano-batches" in page.text
     plain = report_of(synthetic_run(tmp_path / "plain"))
     assert plain.data["tuning"] is None and "Size of nano-batches" not in plain.text
+
+
+def test_every_decision_on_a_size_has_a_sign() -> None:
+    """In the picture, where one without would be nothing."""
+    script = (REPORT / "tuning.js").read_text()
+    [table] = re.findall(r"const SIGNS = \{(.*?)\};", script, re.DOTALL)
+    signs = dict(re.findall(r'"?(\w[\w ]*)"?: "(.)"', table))
+    assert signs.keys() == {action.value for action in Action}
+    assert len(set(signs.values())) == len(signs)
 
 
 def test_the_decisions_of_a_real_run_can_be_replayed(base: Path, tmp_path: Path) -> None:
