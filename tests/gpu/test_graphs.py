@@ -212,7 +212,7 @@ def test_products_with_the_update_inside_are_captured_too(monkeypatch: pytest.Mo
     monkeypatch.setenv("TLORA_UPDATE_INSIDE", "0")
     monkeypatch.setattr(settings, "INSIDE_TOKENS", 1024)
     plain = Run(compiled=False)
-    monkeypatch.setenv("TLORA_UPDATE_INSIDE", "1")
+    monkeypatch.setenv("TLORA_UPDATE_INSIDE", "all")
     launched, product = [], triton_product.product
     monkeypatch.setattr(
         triton_product, "product", lambda *a, **o: launched.append(o) or product(*a, **o)
@@ -223,9 +223,9 @@ def test_products_with_the_update_inside_are_captured_too(monkeypatch: pytest.Mo
         run.attach("b", 16)
         run.step(5)
     graphs, captures, launches = graphs_compiled(), captured.model.captures, len(launched)
-    # Of three layers: gate and up forward; q, k and v, o and down backward. Twice before the
-    # capture, where nobody asks for what comes before the first q, k and v, and once in it.
-    assert captures == 1 and launches == 2 * (3 * 5 - 1) + 3 * 5
+    # Of three layers: seven linears forward, four groups backward. Twice before the capture, where
+    # nobody asks for what comes before the first q, k and v, and once in it.
+    assert captures == 1 and launches == 2 * (3 * 11 - 1) + 3 * 11
     for run in (plain, captured):
         come_and_go(run)
     assert (graphs_compiled(), captured.model.captures, len(launched)) == (

@@ -1,6 +1,7 @@
 """Settings of the kernels are answered for any shape, from the shape alone."""
 
 import dataclasses
+import functools
 import itertools
 
 import pytest
@@ -140,7 +141,7 @@ LAYER = {
     "q, k, v of equal heads": (4096, (4096, 4096, 4096), ()),
     "o": (4096, (4096,), ("backward",)),
     "gate, up": (4096, (14336, 14336), ()),
-    "gate, up of a small model": (2048, (8192, 8192), ("forward",)),
+    "gate, up of a small model": (2048, (8192, 8192), ()),
     "q, k, v of equal heads of a small model": (2048, (2048, 2048, 2048), ()),
     "down": (14336, (4096,), ("backward",)),
     "one that widens": (2048, (8192,), ()),
@@ -164,6 +165,17 @@ def test_rows_that_sixteen_bytes_do_not_divide_have_it_elsewhere():
 
 def test_the_update_is_inside_unless_somebody_says_no(monkeypatch):
     monkeypatch.delenv("TLORA_UPDATE_INSIDE", raising=False)
-    assert routes.update_inside()
+    assert routes.update_inside() == "measured"
     monkeypatch.setenv("TLORA_UPDATE_INSIDE", "0")
-    assert not routes.update_inside()
+    assert routes.update_inside() == "none"
+
+
+def test_all_products_that_can_have_the_update_inside_if_somebody_says_so(monkeypatch):
+    """On Hopper, where rows are aligned."""
+    monkeypatch.setenv("TLORA_UPDATE_INSIDE", "all")
+    assert routes.update_inside() == "all"
+    every = functools.partial(settings.inside_ways, every=True)
+    for features_in, features_out, _ in LAYER.values():
+        assert every(features_in, features_out, settings.MEASURED) == ("forward", "backward")
+    assert every(132, (64,), settings.MEASURED) == ()
+    assert every(128, (64,), Device(shared_bytes=232_448, capability=100)) == ()

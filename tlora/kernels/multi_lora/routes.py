@@ -8,7 +8,7 @@ their values change.
 import functools
 import os
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -97,9 +97,10 @@ def operand_dtype(device: torch.device, weights: torch.dtype, num_linears: int) 
     return weights if half and served else torch.float32
 
 
-def update_inside() -> bool:
-    """Unless it was asked not to."""
-    return os.environ.get("TLORA_UPDATE_INSIDE") != "0"
+def update_inside() -> Literal["none", "measured", "all"]:
+    """Which products take it: none, those that were measured to gain, or all that can."""
+    asked = os.environ.get("TLORA_UPDATE_INSIDE")
+    return "none" if asked == "0" else "all" if asked == "all" else "measured"
 
 
 def inside_ways(
@@ -108,9 +109,10 @@ def inside_ways(
     """Which products of a group of linears may take the update in their own loop. Rows of other
     jobs meet zeros there, so the pool's copy must hold numbers only."""
     half = operands in (torch.bfloat16, torch.float16)
-    if not (update_inside() and half and triton_serves(device)):
+    asked = update_inside()
+    if asked == "none" or not half or not triton_serves(device):
         return ()
-    return settings.inside_ways(in_features, out_features, limits(device))
+    return settings.inside_ways(in_features, out_features, limits(device), every=asked == "all")
 
 
 class Routes:

@@ -157,21 +157,18 @@ INSIDE_TOKENS = 8192
 """Of a nano-batch whose products take the update inside: smaller ones were not compared."""
 
 
-NARROW_INPUT = 2048
-"""Up to which the products of several wide linears (gate, up) take the update. Of wider ones it is
-a small part either way, and with many jobs in a block of tokens it costs more there."""
-
-
-def inside_ways(in_features: int, out_features: tuple[int, ...], device: Device) -> Ways:
+def inside_ways(
+    in_features: int, out_features: tuple[int, ...], device: Device, *, every: bool = False
+) -> Ways:
     """Where the update costs less inside of a group's products than in a kernel that writes Y or
-    dX, if anywhere (README.md has the times). The product relies on what Hopper has."""
+    dX (README.md has the times), or `every` way that it may go. Products of Y read weights as they
+    lie, which was not timed. The product relies on what Hopper has."""
     rows_are_aligned = all(features % 8 == 0 for features in (in_features, *out_features))
     if device.capability != 90 or not rows_are_aligned:
         return ()
-    if sum(out_features) <= 2 * in_features:
-        return ("backward",)
-    wide = len(out_features) > 1 and min(out_features) > in_features
-    return ("forward",) if wide and in_features <= NARROW_INPUT else ()
+    if every:
+        return ("forward", "backward")
+    return ("backward",) if sum(out_features) <= 2 * in_features else ()
 
 
 LEAST_FEATURES = 32
