@@ -206,6 +206,36 @@ def test_the_best_is_measured_again_as_often_as_it_is_compared_and_no_longer_tha
     assert [each.action for each in fed(controller, 1, 1000.0, full=False)] == [Action.SETTLE]
 
 
+def test_of_the_best_the_latest_measures_count_and_no_more_than_of_the_other() -> None:
+    """Many from before would outvote those that come after."""
+    controller = Controller(settings())
+    fed(controller, 40, 1000.0)
+    assert controller.is_settled
+    decisions = fed(controller, 4, 1100.0)
+    assert [each.action for each in decisions] == [Action.DOUBLE] and controller.rates.count(
+        128
+    ) > 3
+    assert [each.action for each in fed(controller, 3, 1100.0)] == [Action.AGAIN]
+    assert controller.rates.count(128) == 3
+    assert controller.rates.tokens_per_s(128) == pytest.approx(1100.0)
+
+
+def test_trimmed_rates_are_the_latest_ones_of_one_size() -> None:
+    rates = Rates()
+    for size in (64, 128):
+        for tokens_per_s in (1.0, 2.0, 3.0):
+            rates.add(size, size * tokens_per_s)
+    rates.trim(64, 1)
+    assert rates.tokens_per_s(64) == pytest.approx(192.0) and rates.count(64) == 1
+    assert rates.count(128) == 3
+
+
+def test_a_look_beside_a_plateau_goes_back_at_once() -> None:
+    """It is paid for by the time it may cost."""
+    actions = [each.action for each in fed(Controller(settings()), 110, 1000.0)]
+    assert actions == [Action.DOUBLE, Action.AGAIN, Action.SETTLE, Action.PROBE, Action.BACK]
+
+
 def test_what_is_far_better_or_far_worse_is_not_measured_again() -> None:
     for factor, action in ((1.2, Action.DOUBLE), (0.8, Action.HALVE)):
         controller = Controller(settings())
