@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tlora.core.errors import DataError
 from tlora.core.sequence import IGNORED
+from tlora.data import cache as cache_module
 from tlora.data.cache import CacheWriter, TokenCache, open_cache
 from tlora.data.dataset import TokenDataset, split_rows
 from tlora.data.rows import Origin
@@ -40,6 +41,32 @@ def test_lengths_and_targets_are_known_without_reading_the_rows(cache):
         assert dataset.lengths.tolist() == [len(dataset[i]) for i in range(len(dataset))]
         targets = [dataset[i].num_targets for i in range(len(dataset))]
         assert dataset.num_targets().tolist() == targets
+
+
+@pytest.mark.parametrize("own_labels", [False, True])
+@pytest.mark.parametrize("stretch", [1, 100, 1 << 20])
+def test_targets_of_rows_that_are_cut_are_those_of_the_rows_as_read(
+    own_labels, stretch, tmp_path, monkeypatch
+):
+    """Long and short, marked anywhere but nowhere, in any order and however many at once."""
+    monkeypatch.setattr(cache_module, "STRETCH", stretch)
+    random = np.random.default_rng(0)
+    with CacheWriter(tmp_path / "key", own_labels=own_labels, source_names=("a",)) as writer:
+        for line in range(300):
+            ids = np.arange(random.integers(2, 40), dtype=np.int32)
+            marked = random.random(len(ids)) < random.choice([0.02, 0.3, 0.9])
+            marked[random.integers(1, len(ids))] = True
+            labels = np.where(marked, ids, np.int32(IGNORED))
+            writer.add(Encoded(ids, labels, Origin("a", line)))
+        writer.publish(detected="text", rendering="plain")
+    cache = open_cache(tmp_path / "key", ("a",))
+    assert cache is not None
+    index = random.permutation(len(cache))[:250]
+    for max_length in (2, 3, 9, 25):
+        cut = TokenDataset(cache, index, max_length=max_length, over_length="truncate")
+        targets = [cut[i].num_targets for i in range(len(cut))]
+        assert cut.num_targets().tolist() == targets
+        assert cut.num_truncated > 50
 
 
 def test_truncated_and_dropped_rows_are_counted(cache):

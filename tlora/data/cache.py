@@ -29,10 +29,14 @@ from pathlib import Path
 import numpy as np
 
 from tlora.core.sequence import IGNORED, TokenSequence
+from tlora.data.lengths import window_starts
 from tlora.data.tokenise import Encoded
 
 ABANDONED_SECONDS = 24 * 3600
 """A half-written directory in which nothing changed for so long has no writer any more."""
+
+STRETCH = 4 << 20
+"""Tokens that are looked at together."""
 
 DRAFT_MARK = ".draft-"
 INT32_BYTES = 4
@@ -105,9 +109,36 @@ class TokenCache:
         labels = self._labels(first, length, input_ids)
         return TokenSequence(input_ids, labels, self.origin(index))
 
-    def labels(self, index: int) -> np.ndarray:
-        """The labels of a whole row."""
-        return self.row(index).labels
+    def targets_within(self, rows: np.ndarray, max_length: int) -> np.ndarray:
+        """Tokens of each of these rows that carry loss when it is cut to so many, int64. All of
+        them are longer than that; they are read together, not one by one."""
+        found = np.zeros(len(rows), dtype=np.int64)
+        order = np.argsort(rows)
+        ends = self._offsets[rows[order] + 1]
+        first = 0
+        while first < len(rows):
+            # As many as lie in a stretch, and one at least.
+            end = int(self._offsets[rows[order[first]]]) + STRETCH
+            last = max(first + 1, int(np.searchsorted(ends, end, side="right")))
+            together = order[first:last]
+            found[together] = self._targets_of(rows[together], max_length)
+            first = last
+        return found
+
+    def _targets_of(self, rows: np.ndarray, max_length: int) -> np.ndarray:
+        begin = int(self._offsets[rows[0]])
+        starts = self._offsets[rows] - begin
+        ends = self._offsets[rows + 1] - begin
+        marks = self._marks[begin : begin + int(ends[-1])]
+        trained = marks != (IGNORED if self.meta.own_labels else 0)
+        # Nothing predicts the first token of a row.
+        trained[starts] = False
+        before = np.concatenate([[0], np.cumsum(trained)])
+        places = np.flatnonzero(trained)
+        firsts = places[before[starts]] - starts
+        lasts = places[before[ends] - 1] - starts
+        begins = starts + window_starts(firsts, lasts, ends - starts, max_length)
+        return before[begins + max_length] - before[begins + 1]
 
     def origin(self, index: int) -> str:
         return f"{self._sources[int(self._files[index])]}:{int(self._lines[index])}"

@@ -6,10 +6,10 @@ import numpy as np
 
 from tlora.core.errors import DataError
 from tlora.core.job import OverLength
-from tlora.core.sequence import IGNORED, TokenSequence
+from tlora.core.sequence import TokenSequence
 from tlora.data.cache import TokenCache
 from tlora.data.cursor import WORD, order
-from tlora.data.lengths import fit, over_length_error, window_start
+from tlora.data.lengths import fit, over_length_error
 
 
 class TokenDataset:
@@ -59,11 +59,8 @@ class TokenDataset:
         """Tokens of each row that carry loss, after cutting, int64; only rows that are cut are
         read."""
         targets = np.array(self._cache.targets[self.index], dtype=np.int64)
-        for i in np.flatnonzero(self._cache.lengths[self.index] > self._max_length):
-            labels = self._cache.labels(int(self.index[i]))
-            start = window_start(labels, self._max_length)
-            kept = labels[start + 1 : start + self._max_length]
-            targets[i] = int((kept != IGNORED).sum())
+        is_cut = self._cache.lengths[self.index] > self._max_length
+        targets[is_cut] = self._cache.targets_within(self.index[is_cut], self._max_length)
         return targets
 
 

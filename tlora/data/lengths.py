@@ -39,10 +39,16 @@ def window_start(labels: np.ndarray, max_length: int) -> int:
     """Where the kept run of a longer row begins; the row has a target and max_length is at least
     2."""
     targets = np.flatnonzero(labels[1:] != IGNORED) + 1
-    first, last = int(targets[0]), int(targets[-1])
-    if last - first + 2 <= max_length:
-        return min(len(labels) - max_length, first - 1)
-    return first - min(first, max_length // 2)
+    return int(window_starts(targets[0], targets[-1], len(labels), max_length))
+
+
+def window_starts(
+    first: np.ndarray | int, last: np.ndarray | int, length: np.ndarray | int, max_length: int
+) -> np.ndarray:
+    """The same of many rows, by their first and last target and their length."""
+    whole = np.minimum(length - max_length, first - 1)
+    cut = first - np.minimum(first, max_length // 2)
+    return np.where(last - first + 2 <= max_length, whole, cut)
 
 
 def over_length_error(length: int, max_length: int, origin: str) -> DataError:
