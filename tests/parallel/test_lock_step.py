@@ -7,7 +7,8 @@ from tlora.parallel.lock_step import Pass, Standing, Wish, encoded, judge
 
 def agreed(*wishes: Wish, last: Pass | None = None):
     """As MAX over ranks makes it."""
-    return judge([max(each) for each in zip(*map(encoded, wishes), strict=True)], last)
+    reduced = [max(each) for each in zip(*map(encoded, wishes), strict=True)]
+    return judge(reduced, last, coming=len(wishes[0].away))
 
 
 def test_all_go_on_until_nobody_has_work() -> None:
@@ -61,3 +62,15 @@ def test_the_worst_standing_of_a_job_counts(one, other, verdict) -> None:
     one on all."""
     wishes = [Wish(alive=True, standings=(each, Standing.BUSY)) for each in (one, other)]
     assert agreed(*wishes).standings == (verdict, Standing.BUSY)
+
+
+def test_a_job_on_its_way_is_here_when_no_rank_waits_for_it() -> None:
+    """Whoever comes first; jobs that are attached are told apart from it."""
+    wishes = [
+        Wish(alive=True, standings=(Standing.READY,), away=(True, False, True)),
+        Wish(alive=True, standings=(Standing.OVER,), away=(False, False, True)),
+    ]
+    verdict = agreed(*wishes)
+    assert verdict.away == (True, False, True)
+    assert verdict.standings == (Standing.READY,)
+    assert agreed(Wish(alive=True), Wish()).away == ()

@@ -92,6 +92,35 @@ def unhurried_to_the_end(*arguments: Any) -> None:
     unhurried(*arguments, words=float("inf"))
 
 
+def held_newcomers(connection, directory, plan, jobs, rank, *more: Any, words: float) -> None:
+    """A job that comes later is held on its way: by rank 1 of two while its data are opened, until
+    DIRECTORY/JOB.open exists; by whoever takes it in, until DIRECTORY/JOB.enter does; and no longer
+    once it is cancelled. A file JOB.spoilt keeps it out on rank 1. Otherwise as `unhurried`."""
+    from tlora.runtime import arriving
+    from tlora.runtime.group.coming import Coming, Newcomers
+
+    open_data, resumption, dismiss = Newcomers._open, arriving.resumption, Coming.dismiss
+
+    def opened(self, name):
+        if rank == 1:
+            until((Path(directory) / f"{name}.open").exists)
+        return open_data(self, name)
+
+    def found(run, job):
+        until((Path(directory) / f"{job.name}.enter").exists)
+        if rank == 1 and (Path(directory) / f"{job.name}.spoilt").exists():
+            raise OSError("a disk was pulled")
+        return resumption(run, job)
+
+    def dismissed(self, *about):
+        dismiss(self, *about)
+        for held in ("open", "enter"):
+            (Path(directory) / f"{self.name}.{held}").touch()
+
+    Newcomers._open, arriving.resumption, Coming.dismiss = opened, found, dismissed
+    unhurried(connection, directory, plan, jobs, rank, *more, words=words)
+
+
 def lose(when: Path, number: int, rank: int, lost: list[float]) -> Callable[[Ranks], None]:
     """Send a signal to a rank of the first group once this file has some lines."""
 

@@ -28,8 +28,8 @@ def watched(**settings: Any) -> tuple[dict[str, Any], dict[str, int]]:
 
         return run
 
-    def judged(reduced, last):
-        verdict = judge(reduced, last)
+    def judged(reduced, last, **about):
+        verdict = judge(reduced, last, **about)
         if verdict.kind is not None and not verdict.over:
             passes[verdict.kind.value] += 1
         return verdict

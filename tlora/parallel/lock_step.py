@@ -70,6 +70,10 @@ class Wish:
     standings: tuple[Standing, ...] = ()
     """Of the jobs that span ranks, in the order that all ranks attached them."""
 
+    away: tuple[bool, ...] = ()
+    """Of jobs on their way into the group, in the order that all ranks heard of them: whether this
+    rank still waits for one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -92,18 +96,22 @@ class Verdict:
     """Of the largest nano-batch that did not fit on some rank; 0 for none."""
 
     standings: tuple[Standing, ...]
+    away: tuple[bool, ...]
+    """Whether some rank still waits for a job on its way."""
 
 
 def encoded(wish: Wish) -> list[int]:
     flags = (wish.alive, wish.stop, wish.broke_off, wish.drift, wish.crowded)
-    return [*map(int, flags), *wish.rows, wish.budget, wish.unfit_rows, *wish.standings]
+    figures = (*wish.rows, wish.budget, wish.unfit_rows)
+    return [*map(int, flags), *figures, *wish.standings, *map(int, wish.away)]
 
 
-def judge(reduced: Sequence[int], last: Pass | None) -> Verdict:
-    """Where some ranks would train and others run forward, they take turns: no job waits for
-    ever."""
+def judge(reduced: Sequence[int], last: Pass | None, *, coming: int = 0) -> Verdict:
+    """`coming`: jobs on their way. Where some ranks would train and others run forward, they take
+    turns: no job waits for ever."""
     alive, stop, broke_off, drift, crowded, *figures = reduced
-    forward, train, budget, unfit_rows, *standings = figures
+    forward, train, budget, unfit_rows, *of_jobs = figures
+    attached = len(of_jobs) - coming
     kind = None
     if forward and train:
         kind = Pass.TRAIN if last is Pass.FORWARD else Pass.FORWARD
@@ -118,7 +126,8 @@ def judge(reduced: Sequence[int], last: Pass | None) -> Verdict:
         rows=0 if kind is None else (train if kind is Pass.TRAIN else forward),
         budget=budget,
         unfit_rows=unfit_rows,
-        standings=tuple(map(Standing, standings)),
+        standings=tuple(map(Standing, of_jobs[:attached])),
+        away=tuple(map(bool, of_jobs[attached:])),
     )
 
 
@@ -136,6 +145,6 @@ class LockStep:
         element = torch.tensor(encoded(wish), dtype=torch.int64)
         dist.all_reduce(element, op=dist.ReduceOp.MAX, group=self._group)
         self.counts.add(Purpose.CONTROL, element.numel() * element.element_size())
-        verdict = judge(element.tolist(), self._last)
+        verdict = judge(element.tolist(), self._last, coming=len(wish.away))
         self._last = verdict.kind or self._last
         return verdict

@@ -68,7 +68,7 @@ class Opening:
         in_turns: bool = False,
     ) -> Desk:
         """Where the run is asked for more; `running` are the jobs that it has to train. `preparer`:
-        of the run's own data. `in_turns`: it trains in this thread."""
+        of the run's own data. `in_turns`: this thread has something else to do meanwhile."""
         return Desk(
             self.root,
             self.recorded,

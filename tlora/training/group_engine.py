@@ -108,6 +108,10 @@ class GroupEngine(Engine):
         self.drift = False
         """Somebody thinks that jobs should come, go or change ranks; told by the next verdict."""
 
+        self.away: tuple[bool, ...] = ()
+        """Of jobs on their way, in the order that all ranks heard of them: whether this rank still
+        waits for one; whoever brings them says so before each nano-batch."""
+
         self.verdict: Verdict | None = None
         """Of the last agreement."""
 
@@ -210,6 +214,7 @@ class GroupEngine(Engine):
             budget=0 if self._sizing.controller is None else self._sizing.controller.budget,
             unfit_rows=self._unfit_rows,
             standings=tuple(self._standing(job) for job in self._spanning()),
+            away=self.away,
         )
         try:
             self.verdict = self._lock_step.agree(wish)

@@ -195,3 +195,28 @@ def test_data_are_prepared_while_whoever_serves_does_something_else(
     desk.serve(floor)
     assert not desk.is_preparing and desk.running == {"a", "b"}
     assert answers(root) == ["at work: b", None, "error: job 'c': no rows"]
+
+
+def test_others_leave_while_data_are_prepared(spec: RunSpec, tmp_path: Path) -> None:
+    """Who is submitted may take minutes; who is to leave has no part in it. What was asked of a job
+    before it is to leave comes first."""
+    root, floor, ready = tmp_path / "run", Floor(), threading.Event()
+
+    def prepare(jobs) -> dict:
+        assert ready.wait(PATIENCE_S)
+        return {job.name: Prepared for job in jobs}
+
+    two = replace(spec, jobs=spec.jobs[:2])
+    desk = opened(root, two, "ab", prepare, in_turns=True)
+    put(root, ("submit", "", submission(replace(spec, jobs=spec.jobs[2:]))))
+    desk.serve(floor)
+    put(root, ("cancel", "c", {}), ("cancel", "a", {}), ("resume", "b", {}), ("cancel", "b", {}))
+    assert desk.is_preparing and desk.is_asked(now=True)
+    desk.serve(floor, now=True)
+    assert floor.done == [("dismiss", "a")] and desk.is_preparing
+    assert not desk.is_asked(now=True), "the others wait"
+    ready.set()
+    desk.wait(PATIENCE_S)
+    desk.serve(floor, now=True)
+    assert floor.done == [("dismiss", "a"), ("admit", "c"), ("dismiss", "c"), ("dismiss", "b")]
+    assert answers(root) == ["at work: c", None, None, "error: b is at work", None]

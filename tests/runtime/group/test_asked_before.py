@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from support.asking import answers, put, submission
 from support.runs import job_file
+from support.waiting import until
 
 from tlora.config import dump_spec, load_spec
 from tlora.core.errors import SpecError
@@ -30,6 +31,7 @@ from tlora.runtime.executors.messages import Ended
 from tlora.runtime.executors.worker import no_result
 from tlora.runtime.group import as_rank, rank, running
 from tlora.runtime.group.choosing import fastest_plan
+from tlora.runtime.group.coming import Newcomers
 from tlora.runtime.group.rank import Member
 from tlora.runtime.group.running import train_in_group
 from tlora.runtime.group.whole import Whole
@@ -263,7 +265,12 @@ def test_a_job_that_a_node_does_not_see_fails_alone(
     told: list[object] = []
     here.directory = RunDirectory(tmp_path)  # type: ignore[assignment]
     here.tell = told.append
-    here._admit(SimpleNamespace(), "two", {}, {})  # type: ignore[arg-type]
+    here._newcomers = Newcomers(tmp_path, here._preparer)
+    here._newcomers.begin("two")
+    coming = here._newcomers.of("two")
+    until(lambda: coming.is_here)
+    here._go_on_with(SimpleNamespace(active={}), coming)  # type: ignore[arg-type]
     (message,) = told
     assert isinstance(message, Ended)
     assert message.job == "two" and "resolved.yaml" in message.result["reason"]
+    assert not here._newcomers

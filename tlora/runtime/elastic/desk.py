@@ -57,6 +57,7 @@ class _Preparing:
     """Data of jobs that a request is about."""
 
     request: Request
+    jobs: frozenset[str]
     data: Future[dict[str, PreparedData]]
     then: Callable[[dict[str, PreparedData]], str]
     """Takes the jobs in; what is answered."""
@@ -76,7 +77,7 @@ class Desk:
     ) -> None:
         """`run` has every job that is on record, `running` those that train now. `proven_ranks`:
         of exact isolation. `in_turns`: whoever serves here trains between its turns, and data are
-        prepared meanwhile; what is asked after that waits."""
+        prepared meanwhile; what is asked after that waits, but for other jobs to leave."""
         self.root = root
         self.run = run
         self.running = set(running)
@@ -114,21 +115,21 @@ class Desk:
 
     def is_asked(self, *, now: bool = False) -> bool:
         """Somebody waits; looked for once a second, or `now`."""
-        if self._preparing is not None:
-            return self._preparing.data.done()
+        if self._preparing is not None and self._preparing.data.done():
+            return True
         return bool(self._open(now=now))
 
     def serve(self, floor: Floor, *, now: bool = False) -> None:
         if self._preparing is not None:
             prepared = self._preparing
-            if not prepared.data.done():
-                return
-            self._preparing = None
-            self._carry_out(prepared.request, lambda: prepared.then(_data_of(prepared)))
+            if prepared.data.done():
+                self._preparing = None
+                self._carry_out(prepared.request, lambda: prepared.then(_data_of(prepared)))
         for request in self._open(now=now):
+            preparing = self._preparing
             self._served.add(request.number)
             self._carry_out(request, lambda request=request: self._serve(request, floor))
-            if self._preparing is not None:
+            if self._preparing is not preparing:
                 # Whatever comes next may be about these jobs.
                 return
 
@@ -175,11 +176,24 @@ class Desk:
             found = self._requests.open_requests()
         except sqlite3.Error:
             return []
-        waiting = [each for each in found if each.number not in self._served]
+        waiting = self._in_turn([each for each in found if each.number not in self._served])
         if waiting:
             # Whoever serves them looks again.
             self._looked = before
         return waiting
+
+    def _in_turn(self, waiting: list[Request]) -> list[Request]:
+        """Those that need not wait for what is being prepared: jobs that leave, of which nothing
+        else was asked."""
+        if self._preparing is None or self._preparing.data.done():
+            return waiting
+        concerned, found = set(self._preparing.jobs), list[Request]()
+        for each in waiting:
+            if each.kind == "cancel" and each.trial not in concerned:
+                found.append(each)
+            else:
+                concerned.add(each.trial)
+        return found
 
     def _answer(self, request: Request, said: str) -> None:
         what = f"{request.kind} {request.trial}".rstrip()
@@ -235,7 +249,7 @@ class Desk:
         if not self._in_turns:
             return then(self._prepare(jobs))
         data = in_background(lambda: self._prepare(jobs), "data of newcomers")
-        self._preparing = _Preparing(request, data, then)
+        self._preparing = _Preparing(request, frozenset(job.name for job in jobs), data, then)
         return None
 
     def _admit(

@@ -11,6 +11,9 @@ from tlora.runtime.elastic.desk import CANCELLED, Desk
 from tlora.runtime.executors.messages import Admit, Command, GiveUp
 from tlora.runtime.scheduled import Lead
 
+LOOK_S = 1.0
+"""For data of newcomers, at a time."""
+
 
 class GroupFloor:
     """Of whoever leads the run."""
@@ -29,7 +32,7 @@ class GroupFloor:
         """Ranks are about to start: whoever joins before they have is one of their jobs from the
         start."""
         self._desk.begin_again()
-        self._desk.serve(self, now=True)
+        self._serve_all()
         asked, self._commands = self._commands, []
         self._commands = [
             each for each in asked if isinstance(each, GiveUp) and not self._has_left(each.job)
@@ -38,7 +41,7 @@ class GroupFloor:
 
     def was_asked_for_more(self) -> bool:
         """Of ranks that have come to their end: perhaps just before they could hear of it."""
-        self._desk.serve(self, now=True)
+        self._serve_all()
         return self._desk.admitted > self._admitted
 
     def commands(self) -> list[Command]:
@@ -56,6 +59,13 @@ class GroupFloor:
 
     def close(self) -> None:
         self._desk.close()
+
+    def _serve_all(self) -> None:
+        """Where no rank is at work meanwhile."""
+        self._desk.serve(self, now=True)
+        while self._desk.is_preparing:
+            self._desk.wait(LOOK_S)
+            self._desk.serve(self, now=True)
 
     def _has_left(self, job: str) -> bool:
         """One that is to leave and that no rank has: from its newest checkpoint, where that can be

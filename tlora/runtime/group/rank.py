@@ -7,7 +7,7 @@ that it can be resumed under any plan. A job that spans ranks is written by rank
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tlora.config import load_spec
 from tlora.core.dealing import Load, deal_jobs, least_loaded, load_of
-from tlora.core.errors import JobFailed, SpecError, TloraError
+from tlora.core.errors import JobFailed, TloraError
 from tlora.core.job import RunSpec
 from tlora.core.plan import Plan
 from tlora.data.prepare import PreparedData, Preparer
@@ -28,11 +28,12 @@ from tlora.model.super_model import SuperModel
 from tlora.parallel.counting import Counts, Purpose
 from tlora.parallel.dealing import moves_to_balance
 from tlora.parallel.exchange import exchange
-from tlora.parallel.mesh import check_runs, join, place_of, shard_mesh
+from tlora.parallel.mesh import check_runs, join, shard_mesh
 from tlora.parallel.shard_loading import load_sharded
 from tlora.parallel.sharding import Sharded
+from tlora.runtime.arriving import Arrival
 from tlora.runtime.budget import nano_batch_tokens, room_for_tokens, tuning
-from tlora.runtime.entering import adapter_start, enter_job, restore
+from tlora.runtime.entering import adapter_start, enter_job, leave_job, restore
 from tlora.runtime.environment import cache_directory, quieten_libraries
 from tlora.runtime.executors.messages import (
     Admit,
@@ -40,16 +41,17 @@ from tlora.runtime.executors.messages import (
     Command,
     Ended,
     GiveUp,
-    Noted,
     Ready,
     Said,
     commands_of,
     encoded,
 )
-from tlora.runtime.executors.worker import Tell, ToldDirectory, ToldProgress, no_result
+from tlora.runtime.executors.worker import Tell, ToldProgress, no_result
+from tlora.runtime.group.coming import Coming, Newcomers
+from tlora.runtime.group.figures import Figures
 from tlora.runtime.group.plans import spans
+from tlora.runtime.group.records import GroupDirectory, OwnJobs
 from tlora.runtime.group.timing import TimedEngine
-from tlora.runtime.progress import USAGE, RankUsage
 from tlora.runtime.recording import Recorder
 from tlora.runtime.requests import request_of
 from tlora.runtime.resuming import Resumption, check_same_bits, resumption, saved_steps
@@ -58,7 +60,6 @@ from tlora.runtime.training import compiles, describe_run, load_super_model, sho
 from tlora.training.controller import Controller
 from tlora.training.driver import JobDriver, Status
 from tlora.training.group_loop import GroupLoop, run_group
-from tlora.training.outcome import EvaluationDone, Outcome, StepDone
 from tlora.training.size_search import ControllerSettings
 
 LOOK_S = 0.2
@@ -68,8 +69,12 @@ asked."""
 BEARABLE = (TloraError, OSError, ValueError, RuntimeError, MemoryError)
 """What one job may fail of on its way in, alone: no room for it, say."""
 
-USAGE_S = 1.0
-"""Between two tellings of how a rank is used."""
+REST_S = 0.05
+"""Where all wait for a job on its way, between two agreements."""
+
+
+_Told = tuple[str, float, int]
+"""A load, as ranks tell each other of it."""
 
 
 def run_rank(
@@ -160,7 +165,7 @@ class Member:
             # A job that spans ranks must be told of its steps at the same turn on all.
             ahead=None if plan.adapters == "rank_local" else 0,
         )
-        self.directory = _GroupDirectory(directory, tell, plan)
+        self.directory = GroupDirectory(directory, tell, plan)
         self.recorder = Recorder(
             self.directory,
             spec.base,
@@ -171,7 +176,7 @@ class Member:
             looks=sharded is None,
         )
         self.recorder.data_keys = {name: each.key for name, each in self.data.items()}
-        self._observer = _OwnJobs(self.recorder, self._records)
+        self._observer = OwnJobs(self.recorder, self._records)
         self._local = 0
         """Jobs that were on this rank alone when it was last looked."""
 
@@ -181,18 +186,22 @@ class Member:
         self._entered: dict[str, JobDriver] = {}
         """All that were taken in, later ones too; some have ended or moved on."""
 
+        self._newcomers = Newcomers(directory, self._preparer)
+        self._put_off = False
+        """Jobs were to be moved, which waits until nobody is on its way."""
+
         self._inbox = inbox
         self._looked = time.perf_counter()
         self._asked: list[Command] = []
         """Of rank 0: to be carried out by all ranks at the next agreement."""
 
-        self._began = self._told = time.perf_counter()
+        self._figures = Figures(self.engine, plan, tell)
 
     def run(self, should_stop: Callable[[], bool]) -> bool:
         drivers = self._enter_all()
         if self.tuned is not None and self.rank == 0:
             self.recorder.start([], self.tuned)
-        self._began = time.perf_counter()
+        self._figures.begin()
         try:
             left = run_group(
                 self.engine,
@@ -205,7 +214,7 @@ class Member:
             self.recorder.rescue(list(self._entered.values()))
             raise
         self.recorder.save([each for each in left if self._records(each.name)])
-        self._tell_figures()
+        self._figures.tell_all()
         return bool(left)
 
     def close(self) -> None:
@@ -239,15 +248,21 @@ class Member:
         self._local = self._num_local(drivers)
         return drivers
 
-    def _enter(self, name: str, found: Resumption) -> JobDriver | None:
+    def _enter(
+        self,
+        name: str,
+        found: Resumption,
+        start: AdapterWeights | None = None,
+        *,
+        arriving_s: float = 0.0,
+    ) -> JobDriver | None:
+        """`start`: of a job that begins, if it is there."""
         since = time.perf_counter()
-        job = self.specs[name]
-        data = self.data[name]
-        driver = JobDriver(job, data.train, data.evaluation)
-        start: AdapterWeights = {}
+        driver = self._driver(name)
         try:
-            if found.checkpoint is None:
-                start = adapter_start(job, self.model)
+            if start is None:
+                is_new = found.checkpoint is None
+                start = adapter_start(self.specs[name], self.model) if is_new else {}
             if not self._records(name):
                 self._attach_unrecorded(driver, found, start)
                 return driver
@@ -261,16 +276,19 @@ class Member:
                 self.engine.detach(name)
             what = "out of memory: " if is_out_of_memory(error) else ""
             message = error.message if isinstance(error, JobFailed) else f"{what}{error}"
-            driver.on_failure(JobFailed(message, job=name))
-            if self._records(name):
-                self.recorder.on_end(driver)
+            self._fail(driver, message)
             return None
         self._entered[name] = driver
         self.recorder.start([driver], since=since)
         seconds = time.perf_counter() - began
         self._entering_s = min(seconds, self._entering_s)
-        self.tell(Attached(name, driver.step, seconds))
+        self.tell(Attached(name, driver.step, seconds, arriving_s))
         return driver
+
+    def _fail(self, driver: JobDriver, reason: str) -> None:
+        driver.on_failure(JobFailed(reason, job=driver.name))
+        if self._records(driver.name):
+            self.recorder.on_end(driver)
 
     def _attach_unrecorded(
         self, driver: JobDriver, found: Resumption, start: AdapterWeights
@@ -284,16 +302,24 @@ class Member:
         driver.attach(self.engine, state.weights, state=state)
 
     def _between(self, loop: GroupLoop) -> bool:
-        self._tell_usage(loop)
+        self._figures.tell_usage(list(loop.active))
         verdict = self.engine.verdict
-        if verdict is not None and verdict.drift:
-            self._meet(loop)
+        if verdict is not None:
+            for coming in self._newcomers.here(verdict.away):
+                self._go_on_with(loop, coming)
+            if verdict.drift:
+                self._meet(loop)
+            if self._newcomers and not loop.active and verdict.kind is None:
+                self._newcomers.wait(REST_S)
         self._look()
         local = self._num_local(list(loop.active.values()))
         # One that has ended leaves this rank with less to do than the others.
-        self.engine.drift = bool(self._asked) or (local < self._local and self.world > 1)
+        uneven = (local < self._local or self._put_off) and self.world > 1
+        self._put_off = uneven and bool(self._asked or self._newcomers)
+        self.engine.drift = bool(self._asked) or (uneven and not self._put_off)
         self._local = local
-        return bool(self._asked)
+        self.engine.away = self._newcomers.away
+        return bool(self._asked) or len(self._newcomers) > 0
 
     def _look(self) -> None:
         now = time.perf_counter()
@@ -313,78 +339,122 @@ class Member:
         ranks with much left to ranks with little."""
         for outcome in self.engine.drain():
             loop.tell(outcome)
-        own = [
-            self._load(driver.name, driver.step)
-            for driver in loop.active.values()
-            if not spans(self.plan, driver.name)
-        ]
         asked, self._asked = self._asked, []
-        text = [
-            self._move_cost(),
-            [[load.job, load.tokens, load.rank] for load in own],
-            encoded(asked).decode(),
-        ]
+        text = [self._move_cost(), self._loads(loop), encoded(asked).decode()]
         told = exchange(json.dumps(text), counts=self.counts, purpose=Purpose.MOVING)
-        loads: dict[str, Load] = {}
-        places: dict[str, int] = {}
-        costs: list[float] = []
-        commands: list[Command] = []
-        for rank, text in enumerate(told):
-            cost, jobs, asked_there = json.loads(text)
-            costs.append(cost)
-            commands += commands_of(asked_there.encode())
-            for job, tokens, adapter_rank in jobs:
-                loads[job] = Load(job, tokens, adapter_rank)
-                places[job] = rank
+        costs, held, asked_there = zip(*map(json.loads, told), strict=True)
+        commands = [each for text in asked_there for each in commands_of(text.encode())]
         for command in commands:
             match command:
                 case Admit(job=name):
-                    self._admit(loop, name, loads, places)
+                    self._newcomers.begin(name)
                 case GiveUp():
                     self._give_up(loop, command)
-                    loads.pop(command.job, None)
                 case _:
                     raise AssertionError(f"{command} is for workers")
-        if not commands:
-            self._balance(loop, list(loads.values()), places, move_cost=max(costs))
+        if not commands and not self._newcomers:
+            self._balance(loop, *_by_rank(held), move_cost=max(costs))
 
-    def _admit(
-        self, loop: GroupLoop, name: str, loads: dict[str, Load], places: dict[str, int]
-    ) -> None:
-        """On all ranks: a job that spans them comes to each, another one to whoever has the least
-        to do."""
-        path = self.directory.root / "resolved.yaml"
-        problem = ""
-        try:
-            job = next((each for each in load_spec(path).jobs if each.name == name), None)
-            if job is None:
-                # Another node may see an older file.
-                raise SpecError(f"{path} has no such job here")
-            self.specs[name] = job
-            self.data[name] = self._preparer.prepare(job)
-            self.recorder.data_keys[name] = self.data[name].key
-        except (TloraError, OSError) as error:
-            problem = f"{error} (rank {self.rank})"
-        problems = [each for each in exchange(problem, counts=self.counts) if each]
+    def _loads(self, loop: GroupLoop) -> list[_Told]:
+        """Of the jobs that are on this rank alone."""
+        steps = {driver.name: driver.step for driver in loop.active.values()}
+        return self._told_loads(steps)
+
+    def _loads_coming(self) -> list[_Told]:
+        """Of those that it is about to take in."""
+        names = [each.name for each in self._newcomers if each.arrival is not None]
+        return self._told_loads({name: saved_steps(self.directory, name) for name in names})
+
+    def _told_loads(self, steps: dict[str, int]) -> list[_Told]:
+        loads = [self._load(*each) for each in steps.items() if not spans(self.plan, each[0])]
+        return [(load.job, load.tokens, load.rank) for load in loads]
+
+    def _go_on_with(self, loop: GroupLoop, coming: Coming) -> None:
+        """On all ranks, none of which waits for it any more."""
+        if coming.has_place:
+            self._newcomers.remove(coming.name)
+            self._attach_newcomer(loop, coming)
+        else:
+            self._find_place(loop, coming)
+
+    def _find_place(self, loop: GroupLoop, coming: Coming) -> None:
+        """A job that spans ranks comes to each, another one to whoever has the least to do; one
+        that was cancelled on its way to rank 0, which keeps what there is of it."""
+        name = coming.name
+        text = json.dumps([self._problem(coming), self._loads(loop) + self._loads_coming()])
+        texts = exchange(text, counts=self.counts, purpose=Purpose.MOVING)
+        told = [json.loads(each) for each in texts]
+        problems = [problem for problem, _ in told if problem]
         if problems:
-            if self.rank == 0:
-                result = no_result(name, problems[0])
-                # On a full disk whoever leads the run says so.
-                with suppress(OSError):
-                    self.directory.write_result(result)
-                self.tell(Ended(name, asdict(result)))
+            self._newcomers.remove(name)
+            self._refuse(name, problems[0])
             return
-        if not spans(self.plan, name):
-            places[name] = least_loaded(list(loads.values()), places, self.world)
-            loads[name] = self._load(name, saved_steps(self.directory, name))
-            if places[name] != self.rank:
-                return
-        driver = self._enter(name, resumption(self.directory, self.specs[name]))
+        self.specs[name], self.data[name] = coming.opening.result()
+        self.recorder.data_keys[name] = self.data[name].key
+        wanted = coming.verdict is None
+        place = least_loaded(*_by_rank([loads for _, loads in told]), self.world) if wanted else 0
+        if place == self.rank or (wanted and spans(self.plan, name)):
+            data = self.data[name]
+            coming.settle(Arrival(self.specs[name], self.directory, self.model, data))
+        else:
+            coming.settle(None)
+
+    def _attach_newcomer(self, loop: GroupLoop, coming: Coming) -> None:
+        name, arrival, wanted = coming.name, coming.arrival, coming.verdict is None
+        problems = [self._problem(coming)]
+        if wanted and spans(self.plan, name):
+            # One that cannot come here comes nowhere.
+            problems = exchange(problems[0], counts=self.counts)
+        if arrival is None:
+            return
+        if any(problems):
+            self._fail(self._driver(name), next(filter(None, problems)))
+            return
+        for outcome in self.engine.drain():
+            loop.tell(outcome)
+        arrived = arrival.result()
+        if not wanted:
+            self._leave_unattached(coming, arrived.found)
+            return
+        arriving_s = time.perf_counter() - coming.began
+        driver = self._enter(name, arrived.brought, arrived.start, arriving_s=arriving_s)
         if driver is not None:
             loop.enter(driver)
 
+    def _leave_unattached(self, coming: Coming, found: Resumption) -> None:
+        """It was cancelled on its way."""
+        if not self._records(coming.name):
+            return
+        assert coming.verdict is not None
+        driver = self._driver(coming.name)
+        try:
+            driver.status, driver.reason = coming.verdict
+            leave_job(driver, found, self.recorder)
+        except BEARABLE as error:
+            self._fail(driver, error.message if isinstance(error, JobFailed) else str(error))
+
+    def _problem(self, coming: Coming) -> str:
+        problem = coming.problem()
+        return f"{problem} (rank {self.rank})" if problem else ""
+
+    def _driver(self, name: str) -> JobDriver:
+        return JobDriver(self.specs[name], self.data[name].train, self.data[name].evaluation)
+
+    def _refuse(self, name: str, reason: str) -> None:
+        """A job that cannot come; nobody else is touched by it."""
+        if self.rank != 0:
+            return
+        result = no_result(name, reason)
+        # On a full disk whoever leads the run says so.
+        with suppress(OSError):
+            self.directory.write_result(result)
+        self.tell(Ended(name, asdict(result)))
+
     def _give_up(self, loop: GroupLoop, command: GiveUp) -> None:
         """On all ranks: with its state, so that it can go on from here."""
+        if command.job in self._newcomers:
+            self._newcomers.of(command.job).dismiss(Status(command.status), command.reason)
+            return
         driver = loop.active.get(command.job)
         if driver is None or command.job in self.engine.ended:
             # It has come to its end, which is told as that of any.
@@ -422,8 +492,7 @@ class Member:
         a job takes about as long as taking it in."""
         if math.isinf(self._entering_s):
             return 0.0
-        rate = self.engine.usage.tokens / (time.perf_counter() - self._began)
-        return 2 * self._entering_s * rate
+        return 2 * self._entering_s * self._figures.tokens_per_s
 
     def _send_off(self, loop: GroupLoop, name: str, target: int) -> bool:
         """Whether it goes. One that cannot be saved would go on elsewhere from an older step, or
@@ -444,73 +513,12 @@ class Member:
         request = request_of(self.specs[name], self.data[name], self.model.targets, base="")
         return load_of(request, step=step)
 
-    def _tell_usage(self, loop: GroupLoop) -> None:
-        """Now and then, for whoever looks on."""
-        now = time.perf_counter()
-        if now - self._told < USAGE_S:
-            return
-        self._told = now
-        usage = RankUsage(
-            rank=self.rank,
-            ranks=self.world,
-            jobs=tuple(loop.active),
-            turns=self.engine.usage.turns,
-            empty=self.engine.usage.empty,
-            tokens=self.engine.usage.tokens,
-            seconds=now - self._began,
-            communication_s=self.counts.seconds,
-        )
-        self.tell(Noted(USAGE, time.time(), asdict(usage)))
 
-    def _tell_figures(self) -> None:
-        place = place_of(self.rank, self.plan)
-        usage = self.engine.usage
-        fields = {
-            "rank": self.rank,
-            "replica": place.replica,
-            "shard": place.shard,
-            "collectives": self.counts.as_json(),
-            **asdict(usage),
-            "utilisation": round(usage.utilisation, 4),
-            "seconds": round(time.perf_counter() - self._began, 3),
-        }
-        self.tell(Noted("communication", time.time(), fields))
-
-
-class _GroupDirectory(ToldDirectory):
-    """Says of a job that spans ranks on how many it is."""
-
-    def __init__(self, root: Path, tell: Tell, plan: Plan) -> None:
-        super().__init__(root, tell)
-        self._plan = plan
-
-    def event(self, kind: str, **fields: object) -> None:
-        if kind == "attached" and spans(self._plan, str(fields["job"])):
-            fields["ranks"] = self._plan.ranks
-        super().event(kind, **fields)
-
-
-class _OwnJobs:
-    """The recorder, told only of the jobs that this rank writes."""
-
-    def __init__(self, recorder: Recorder, records: Callable[[str], bool]) -> None:
-        self._recorder = recorder
-        self._records = records
-
-    def on_nano_batch(self, outcome: Outcome) -> None:
-        self._recorder.on_nano_batch(outcome)
-
-    def on_step(self, driver: JobDriver, done: StepDone) -> None:
-        if self._records(driver.name):
-            self._recorder.on_step(driver, done)
-
-    def on_evaluation(self, driver: JobDriver, done: EvaluationDone) -> None:
-        if self._records(driver.name):
-            self._recorder.on_evaluation(driver, done)
-
-    def on_end(self, driver: JobDriver) -> None:
-        if self._records(driver.name):
-            self._recorder.on_end(driver)
+def _by_rank(told: Iterable[list[_Told]]) -> tuple[list[Load], dict[str, int]]:
+    """What each rank told: the loads of all, and where they are."""
+    held = [[Load(*load) for load in loads] for loads in told]
+    places = {load.job: rank for rank, loads in enumerate(held) for load in loads}
+    return [load for loads in held for load in loads], places
 
 
 def _step_of(found: Resumption) -> int:

@@ -103,7 +103,7 @@ class Whole:
         opening.write(data, self._with_plan(describe_run(spec, self.device, proof)))
         self._lead = Lead(spec, data, directory, self.progress, over=self._over)
         self._lead.begin(self.plan.bucket)
-        desk = opening.desk(self._lead.unfinished, shape, self.device, self.progress)
+        desk = opening.desk(self._lead.unfinished, shape, self.device, self.progress, in_turns=True)
         self._floor = GroupFloor(self._lead, desk, targets)
 
     def begin_group(self) -> bool:
