@@ -95,7 +95,8 @@ def unhurried_to_the_end(*arguments: Any) -> None:
 def held_newcomers(connection, directory, plan, jobs, rank, *more: Any, words: float) -> None:
     """A job that comes later is held on its way: by rank 1 of two while its data are opened, until
     DIRECTORY/JOB.open exists; by whoever takes it in, until DIRECTORY/JOB.enter does; and no longer
-    once it is cancelled. A file JOB.spoilt keeps it out on rank 1. Otherwise as `unhurried`."""
+    once it is cancelled. Files JOB.unseen and JOB.spoilt keep it out on rank 1, on either half of
+    its way. Otherwise as `unhurried`."""
     from tlora.runtime import arriving
     from tlora.runtime.group.coming import Coming, Newcomers
 
@@ -104,6 +105,8 @@ def held_newcomers(connection, directory, plan, jobs, rank, *more: Any, words: f
     def opened(self, name):
         if rank == 1:
             until((Path(directory) / f"{name}.open").exists)
+            if (Path(directory) / f"{name}.unseen").exists():
+                raise OSError("no such file on this node")
         return open_data(self, name)
 
     def found(run, job):

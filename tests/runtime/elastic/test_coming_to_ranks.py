@@ -19,6 +19,7 @@ from tlora.core.plan import Plan
 from tlora.runtime.elastic import desk
 from tlora.runtime.group import supervisor
 from tlora.runtime.group.running import train_in_group
+from tlora.runtime.group.supervisor import Ranks
 from tlora.runtime.training import RunResult
 
 pytestmark = pytest.mark.multi_process
@@ -82,7 +83,12 @@ def train(spec: RunSpec, root: Path, plan: Plan, asked: dict) -> RunResult:
     exact = "exact" if plan is ALONE else "default"
     engine = replace(spec.engine, isolation=exact)
     first = replace(spec, jobs=spec.jobs[:1], engine=engine)
-    return train_in_group(first, output=root, plan=plan, progress=Person(root, asked))
+    groups: list[Ranks] = []
+    result = train_in_group(
+        first, output=root, plan=plan, progress=Person(root, asked), on_start=groups.append
+    )
+    assert len(groups) == 1, "it waits for whoever is on its way"
+    return result
 
 
 def statuses(result: RunResult) -> dict[str, str]:
@@ -94,6 +100,12 @@ def joined(root: Path) -> list[str]:
     lines = map(json.loads, (root / "events.jsonl").read_text().splitlines())
     names = [each["job"] for each in lines if each["kind"] == "joined"]
     return [name for name in names if name != "plain"]
+
+
+def ends(root: Path) -> list[str]:
+    """As often as they were told."""
+    lines = map(json.loads, (root / "events.jsonl").read_text().splitlines())
+    return sorted(each["job"] for each in lines if each["kind"] == "ended")
 
 
 @PLANS
@@ -134,46 +146,31 @@ def test_one_that_is_cancelled_on_its_way_is_never_attached(
     result = train(spec, tmp_path, plan, asked)
     assert statuses(result) == {"plain": "completed", "late": "cancelled"}
     assert joined(tmp_path) == [] and result.jobs["late"].steps == 0
+    assert ends(tmp_path) == ["late", "plain"]
     assert answers(tmp_path) == ["at work: late", "cancelled after 0 steps; it has not begun"]
 
 
 @PLANS
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [("unseen", "no such file on this node (rank 1)"), ("spoilt", "a disk was pulled (rank 1)")],
+)
 def test_one_that_a_rank_cannot_read_fails_alone(
-    plan: Plan, spec: RunSpec, tmp_path: Path, asked_for: Callable[[int], None]
+    fault: str,
+    reason: str,
+    plan: Plan,
+    spec: RunSpec,
+    tmp_path: Path,
+    asked_for: Callable[[int], None],
 ) -> None:
-    """Where it spans ranks, on all of them. Where it does not it fails on the rank that takes it
-    in, which is the one with nothing to do."""
+    """Its data, whoever is to take it in; or its checkpoint. Where it spans ranks it fails on all;
+    where it does not it goes to this one, which has nothing else to do."""
     asked_for(1)
-    asked = {("plain", 2): [submit(spec, "late"), "late.spoilt", "late.open", "late.enter"]}
+    asked = {("plain", 2): [submit(spec, "late"), f"late.{fault}", "late.open", "late.enter"]}
     result = train(spec, tmp_path, plan, asked)
     assert statuses(result) == {"plain": "completed", "late": "failed"}
-    assert "a disk was pulled" in str(result.jobs["late"].reason)
+    assert result.jobs["late"].reason == reason
     assert joined(tmp_path) == []
-
-
-def test_one_whose_data_a_rank_cannot_open_fails_alone(
-    spec: RunSpec, tmp_path: Path, asked_for: Callable[[int], None]
-) -> None:
-    """Its file is gone when the ranks look."""
-    asked_for(1)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_bytes(Path(spec.jobs[0].data.paths[0]).read_bytes())
-    (late,) = (job for job in spec.jobs if job.name == "late")
-    gone = replace(late, data=replace(late.data, path=str(rows)))
-    root = tmp_path / "run"
-
-    class Removes(Person):
-        def say(self, *lines: str) -> None:
-            super().say(*lines)
-            if any("at work: late" in line for line in lines):
-                rows.unlink()
-                (root / "late.open").touch()
-
-    first = replace(spec, jobs=spec.jobs[:1])
-    asked = {("plain", 2): [submit(replace(spec, jobs=(gone,)), "late")]}
-    result = train_in_group(first, output=root, plan=ALONE, progress=Removes(root, asked))
-    assert statuses(result) == {"plain": "completed", "late": "failed"}
-    assert "(rank " in str(result.jobs["late"].reason)
 
 
 def test_a_group_that_is_stopped_meanwhile_takes_it_in_when_it_goes_on(

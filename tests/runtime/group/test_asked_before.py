@@ -22,7 +22,8 @@ from tlora.core.job import RunSpec
 from tlora.core.plan import Plan
 from tlora.costs.plans import PlanPrice
 from tlora.data.prepare import Preparer
-from tlora.model.loading import load_tokenizer
+from tlora.model.loading import load_shape, load_tokenizer
+from tlora.model.targets import find_targets
 from tlora.parallel.counting import Counts
 from tlora.runtime.checking import prepare_jobs
 from tlora.runtime.directory import RunDirectory
@@ -274,3 +275,29 @@ def test_a_job_that_a_node_does_not_see_fails_alone(
     assert isinstance(message, Ended)
     assert message.job == "two" and "resolved.yaml" in message.result["reason"]
     assert not here._newcomers
+
+
+def test_those_on_their_way_count_where_they_are_to_live(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two equal newcomers the first goes to the rank without work, the second to the other one,
+    which has half as much to do as the first."""
+    (tmp_path / "resolved.yaml").write_text(dump_spec(spec))
+    here, _, _ = member(spec, tmp_path, LOCAL)
+    here.rank, here.world = 1, 2
+    here.model = SimpleNamespace(targets=find_targets(load_shape(spec.base)))  # type: ignore[assignment]
+    here.directory = RunDirectory(tmp_path)  # type: ignore[assignment]
+    here.recorder = SimpleNamespace(data_keys={})  # type: ignore[assignment]
+    here._newcomers = Newcomers(tmp_path, here._preparer)
+    work = here._load("one", 0)
+    other = json.dumps(["", [["busy", work.tokens / 2, work.rank]]])
+    monkeypatch.setattr(rank, "exchange", lambda text, **_: [other, text])
+    monkeypatch.setattr(rank, "Arrival", lambda job, *_: f"arrival of {job.name}")
+    places = []
+    for name in ("one", "two"):
+        here._newcomers.begin(name)
+        coming = here._newcomers.of(name)
+        until(lambda coming=coming: coming.is_here)
+        here._go_on_with(SimpleNamespace(active={}), coming)  # type: ignore[arg-type]
+        places.append(coming.arrival)
+    assert places == ["arrival of one", None]

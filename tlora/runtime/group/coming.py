@@ -102,9 +102,7 @@ class Newcomers:
 
     def here(self, away: Sequence[bool]) -> list[Coming]:
         """Those that no rank waits for any more, as was agreed."""
-        return [
-            each for each, is_away in zip(self._coming.values(), away, strict=True) if not is_away
-        ]
+        return [each for each, waits in zip(self, away, strict=True) if not waits]
 
     def of(self, job: str) -> Coming:
         return self._coming[job]
