@@ -170,6 +170,14 @@ def test_the_update_is_inside_unless_somebody_says_no(monkeypatch):
     assert routes.update_inside() == "none"
 
 
+def test_what_is_not_known_of_the_update_inside_is_said_once(monkeypatch, caplog):
+    monkeypatch.setenv("TLORA_UPDATE_INSIDE", "non")
+    assert [routes.update_inside() for _ in range(3)] == ["measured"] * 3
+    assert [record.message for record in caplog.records] == [
+        "TLORA_UPDATE_INSIDE=non is not known and does nothing: 0 and all are"
+    ]
+
+
 def test_all_products_that_can_have_the_update_inside_if_somebody_says_so(monkeypatch):
     """On Hopper, where rows are aligned."""
     monkeypatch.setenv("TLORA_UPDATE_INSIDE", "all")

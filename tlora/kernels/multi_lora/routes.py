@@ -6,6 +6,7 @@ their values change.
 """
 
 import functools
+import logging
 import os
 from importlib.util import find_spec
 from typing import Literal, NamedTuple
@@ -17,6 +18,8 @@ from tlora.kernels.multi_lora.blocks import Blocks, Layout, Tiles
 from tlora.kernels.multi_lora.devices import limits
 from tlora.kernels.multi_lora.pages import Ways
 from tlora.kernels.multi_lora.tables import Segment, new_table, write_table
+
+logger = logging.getLogger(__name__)
 
 MIN_SEGMENTS = 64
 MIN_RANK = 64
@@ -99,8 +102,15 @@ def operand_dtype(device: torch.device, weights: torch.dtype, num_linears: int) 
 
 def update_inside() -> Literal["none", "measured", "all"]:
     """Which products take it: none, those that were measured to gain, or all that can."""
-    asked = os.environ.get("TLORA_UPDATE_INSIDE")
+    asked = os.environ.get("TLORA_UPDATE_INSIDE", "")
+    if asked not in ("", "0", "all"):
+        _say_unknown(asked)
     return "none" if asked == "0" else "all" if asked == "all" else "measured"
+
+
+@functools.cache
+def _say_unknown(asked: str) -> None:
+    logger.warning("TLORA_UPDATE_INSIDE=%s is not known and does nothing: 0 and all are", asked)
 
 
 def inside_ways(
