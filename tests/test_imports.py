@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import tlora
+
 ROOT = Path(__file__).parents[1] / "tlora"
 
 LEVELS = {
@@ -116,3 +118,25 @@ def test_the_pure_packages_load_without_torch(package: str) -> None:
     code = f"import sys, {', '.join(modules)}\nassert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+PROMISED = {
+    "Engine",
+    "JobSpec",
+    "Plan",
+    "RunResult",
+    "Study",
+    "SuperModel",
+    "export_adapter",
+    "load_spec",
+    "multi_lora",
+    "simulate",
+    "train",
+    "tune",
+}
+
+
+def test_the_names_that_are_promised_are_there() -> None:
+    """`import tlora` has them all, and says so."""
+    assert {name for name in PROMISED if not hasattr(tlora, name)} == set()
+    assert set(tlora.__all__) >= PROMISED

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tlora.config import load_spec, load_sweep, load_tasks
     from tlora.core.job import JobSpec, RunSpec
+    from tlora.core.plan import Plan
     from tlora.core.sweep import SweepSpec
     from tlora.kernels.multi_lora import multi_lora
     from tlora.model.peft_format import export_adapter
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Engine": "tlora.training.engine",
     "JobSpec": "tlora.core.job",
+    "Plan": "tlora.core.plan",
     "RunResult": "tlora.runtime.training",
     "RunSpec": "tlora.core.job",
     "Study": "tlora.tuning.results",
@@ -42,6 +44,7 @@ _HOMES = {
 __all__ = [
     "Engine",
     "JobSpec",
+    "Plan",
     "RunResult",
     "RunSpec",
     "Study",
