@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tlora.core.errors import DataError
@@ -90,6 +91,19 @@ def test_a_limit_on_evaluation_does_not_give_rows_back_to_training(job, run):
     prepared = run(replace(job, eval=EvalSpec(split=4, batch_limit=2)))
     assert prepared.evaluation is not None
     assert (len(prepared.train), len(prepared.evaluation)) == (6, 2)
+
+
+def test_a_limit_on_evaluation_counts_rows_that_are_short_enough(job, run):
+    """Of those left out for their length none takes the place of another."""
+    most = int(np.median(run(replace(job, eval=EvalSpec())).train.lengths))
+    train = TrainSpec(max_length=most, over_length="drop")
+    whole = run(replace(job, train=train, eval=EvalSpec(split=7)))
+    assert len(whole.evaluation) > 2 and whole.evaluation.num_dropped
+    limited = run(replace(job, train=train, eval=EvalSpec(split=7, batch_limit=2)))
+    assert len(limited.evaluation) == 2
+    assert set(origins(limited.evaluation)) < set(origins(whole.evaluation))
+    assert limited.report.rows_dropped == whole.report.rows_dropped
+    assert origins(limited.train) == origins(whole.train)
 
 
 def test_without_a_split_there_is_no_evaluation(job, run):

@@ -125,9 +125,6 @@ def _prepare(
         _check_loss(job, held_out.cache)
         train_index = np.arange(main.cache.num_units)
         eval_index = np.arange(held_out.cache.num_units)
-    if job.eval.batch_limit is not None and len(eval_index) > job.eval.batch_limit:
-        chosen = order(job.train.seed, WORD, len(eval_index))[: job.eval.batch_limit]
-        eval_index = eval_index[np.sort(chosen)]
 
     train = _view(main.cache, train_index, job)
     if len(train) == 0:
@@ -141,6 +138,8 @@ def _prepare(
             f"no held-out row is left: all {evaluation.num_dropped} have more than "
             f"{job.train.max_length} tokens and over_length is drop"
         )
+    if evaluation is not None:
+        evaluation = _limited(evaluation, held_out.cache, job)
     key = f"{main.cache.key}:{held_out.cache.key}"
     return PreparedData(train, evaluation, _report(job, main, held_out, train, evaluation), key)
 
@@ -165,6 +164,17 @@ def _check_loss(job: JobSpec, cache: TokenCache) -> None:
 def _view(cache: TokenCache, index: np.ndarray, job: JobSpec) -> Rows:
     rows = PairDataset if cache.meta.pairs else TokenDataset
     return rows(cache, index, max_length=job.train.max_length, over_length=job.train.over_length)
+
+
+def _limited(rows: Rows, cache: TokenCache, job: JobSpec) -> Rows:
+    """At most eval.batch_limit of the held-out rows, chosen among those that are not left out."""
+    most = job.eval.batch_limit
+    if most is None or len(rows) <= most:
+        return rows
+    chosen = order(job.train.seed, WORD, len(rows))[:most]
+    limited = _view(cache, rows.index[np.sort(chosen)], job)
+    limited.num_dropped = rows.num_dropped
+    return limited
 
 
 def _tokenised(
