@@ -129,6 +129,8 @@ def test_an_array_may_be_cut_anywhere_by_the_buffer(block, monkeypatch, tmp_path
         (b'[{"text": "a"}] more', r":1: there is text after"),
         (b'[{"text": "a"}, {"text": "\xe9"}]', r"not UTF-8"),
         (b'{"a": ' + b"[" * 10**6, r":1: not valid JSON"),
+        (b'{"text": "a"}\n{"n": ' + b"7" * 5000 + b"}", r":2: not valid JSON.*4300 digits"),
+        (b'[{"text": "a"}, {"n": ' + b"7" * 5000 + b"}]", r":2: this element .*4300 digits"),
     ],
 )
 def test_damaged_json_is_named_by_its_place(content, complaint, tmp_path):

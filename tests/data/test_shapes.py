@@ -161,11 +161,18 @@ def test_a_wrong_column_map_says_what_is_wrong(columns, expected):
     assert expected in complaint({"question": "a", "answer": "b"}, columns=columns)
 
 
+def calling(arguments: str) -> dict[str, object]:
+    call = {"function": {"name": "weather", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
         ({"messages": []}, "at least one message"),
         ({"messages": "Hello"}, "must be a list"),
+        ({"messages": "[" * 10**6}, "must be a list"),
+        ({"messages": [QUESTION, calling("7" * 5000)]}, "tool arguments that are not JSON"),
         ({"messages": ["Hello"]}, "message 1 of messages must be an object"),
         ({"messages": [{"role": "assitant", "content": "a"}]}, "the role 'assitant'; known roles"),
         ({"messages": [{"role": "user", "content": None}]}, "neither content nor tool_calls"),

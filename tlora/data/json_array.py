@@ -88,9 +88,10 @@ def _next_object(buffer: _Buffer, origin: Origin) -> dict[str, object]:
         try:
             value, buffer.position = decoder.raw_decode(buffer.text, buffer.position)
             return value
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
+            may_be_cut = isinstance(error, json.JSONDecodeError)
             too_long = len(buffer.text) - buffer.position > LONGEST_ELEMENT_CHARACTERS
-            if isinstance(error, RecursionError) or too_long or not buffer.grow():
+            if not may_be_cut or too_long or not buffer.grow():
                 raise origin.error(
                     f"this element of the array is not valid JSON: {error}"
                 ) from error

@@ -87,7 +87,7 @@ def unpacked(value: object) -> object:
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             return json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return value
     return value
 
@@ -122,7 +122,7 @@ def _with_parsed_arguments(calls: object, place: str, origin: Origin) -> list[ob
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             try:
                 arguments = json.loads(function["arguments"])
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise origin.error(
                     f"{place} has tool arguments that are not JSON: {error}"
                 ) from error

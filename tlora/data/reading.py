@@ -72,7 +72,7 @@ def _read_json_lines(stream: ByteStream, *, path: str) -> Iterator[Row]:
         origin = Origin(path, number)
         try:
             values = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # a number may be too long to be read
             raise origin.error(
                 f"not valid JSON: {error}; write one object on each line, or one array of objects"
             ) from error
