@@ -1,6 +1,9 @@
 """`tlora preview` shows what is trained."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -35,3 +38,17 @@ def test_several_jobs_may_be_named(tmp_path, capsys):
     assert "one: " in shown and "three: " in shown and "two: " not in shown
     with pytest.raises(SpecError, match="no job 'tow'"):
         preview(tmp_path / "jobs.yaml", ["one", "tow"], rows=1)
+
+
+def test_characters_that_the_output_has_not_are_written_as_escapes(tmp_path):
+    """A log or a terminal that is not UTF-8 ends no command."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "say", "completion": "caf\u00e9 \\u2603"}')
+    job = {"name": "one", "data": {"path": "rows.jsonl"}}
+    (tmp_path / "jobs.yaml").write_text(json.dumps({"base": "demo", "jobs": [job]}))
+    done = subprocess.run(
+        [sys.executable, "-m", "tlora", "preview", str(tmp_path / "jobs.yaml")],
+        env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "caf\u00e9 \\u2603" in done.stdout.decode("latin-1")

@@ -6,6 +6,7 @@ Exit codes: 0 well, 1 some job failed, 2 bad input; 130, interrupted, is main.py
 import sys
 import time
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import Annotated, NoReturn
 
 import typer
@@ -77,11 +78,19 @@ def options(
     """Train many LoRA adapters together on one frozen base model."""
 
 
+def write_whatever_there_is() -> None:
+    """Rows and paths hold characters that a terminal or a log may not: they are written as escapes
+    there, as on standard error, and end no run."""
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def run(args: Sequence[str] | None = None) -> NoReturn:
     """Runs one command line and exits with its code; unexpected errors keep their traceback."""
     if refused_before():
         # It was said, and would be the same again.
         sys.exit(REFUSED)
+    write_whatever_there_is()
     try:
         app(args=args, prog_name="tlora")
     except BAD_INPUT as error:
