@@ -58,6 +58,8 @@ class JobResult:
     seconds: float
     adapter: str | None
     best_adapter: str | None
+    """Paths below the run directory, which may be moved."""
+
     serving: list[str] = field(default_factory=list[str])
     """Commands that serve the adapter."""
 
