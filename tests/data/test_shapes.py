@@ -81,6 +81,16 @@ def complaint(*values: dict[str, object], **settings: object) -> str:
             {"prompt": [QUESTION, ANSWER, QUESTION], "completion": "Hi."},
             Chat((QUESTION, ANSWER, QUESTION, ANSWER), (False, False, False, True)),
         ),
+        (
+            "prompt_completion",
+            {"prompt": json.dumps([QUESTION]), "completion": json.dumps([ANSWER])},
+            CHAT,
+        ),
+        (
+            "prompt_completion",
+            {"prompt": "a", "completion": '[{"role": "chair", "content": "b"}]'},
+            Completion("a", '[{"role": "chair", "content": "b"}]'),
+        ),
         ("text", {"text": "a"}, Text("a")),
         ("tokens", {"input_ids": [1, 2]}, Tokens((1, 2), None)),
         ("tokens", {"input_ids": [1, 2], "labels": [-100, 2]}, Tokens((1, 2), (-100, 2))),
@@ -92,6 +102,15 @@ def complaint(*values: dict[str, object], **settings: object) -> str:
         (
             "preference",
             {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, ANSWER]},
+            Preference(CHAT, CHAT),
+        ),
+        (
+            "preference",
+            {
+                "prompt": json.dumps([QUESTION]),
+                "chosen": json.dumps([ANSWER]),
+                "rejected": json.dumps([ANSWER]),
+            },
             Preference(CHAT, CHAT),
         ),
     ],

@@ -92,6 +92,22 @@ def unpacked(value: object) -> object:
     return value
 
 
+def unpacked_messages(value: object) -> object:
+    """The same where a text may stand as well: one that is no list of messages is meant as it
+    is."""
+    found = unpacked(value)
+    packed = isinstance(found, list) and found and all(map(_is_message, found))
+    return found if packed else value
+
+
+def _is_message(entry: object) -> bool:
+    return (
+        isinstance(entry, dict)
+        and entry.get("role") in ROLES
+        and ("content" in entry or "tool_calls" in entry)
+    )
+
+
 def _entries(value: object, *, key: str, origin: Origin) -> list[tuple[str, dict[str, object]]]:
     """The messages, each with the words that name its place."""
     value = unpacked(value)

@@ -7,7 +7,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from tlora.data.examples import Chat, Completion, Instruction, Preference, Text, Tokens
-from tlora.data.messages import read_chat, read_sharegpt, read_tools, unpacked
+from tlora.data.messages import (
+    read_chat,
+    read_sharegpt,
+    read_tools,
+    unpacked,
+    unpacked_messages,
+)
 from tlora.data.rows import Origin
 
 Values = Mapping[str, object]
@@ -110,6 +116,7 @@ def _answered(
     prompt: object, answer: object, key: str, tools: object, origin: Origin
 ) -> Chat | Completion:
     """Two strings stay strings; if either side is a message list, both become one chat."""
+    prompt, answer = unpacked_messages(prompt), unpacked_messages(answer)
     if isinstance(prompt, str) and isinstance(answer, str):
         return Completion(prompt, answer)
     asked = _as_messages(prompt, "user", "prompt", origin)
