@@ -87,6 +87,14 @@ def test_rows_may_be_held_out_in_files_of_their_own(job, run, write_lines):
     assert origins(prepared.evaluation) == [f"{path}:{line}" for line in (1, 2, 3)]
 
 
+def test_held_out_files_without_rows_are_named_with_their_field(job, run, tmp_path):
+    path = tmp_path / "none.jsonl"
+    path.touch()
+    empty = replace(job, data=replace(job.data, eval_path=str(path)))
+    with pytest.raises(DataError, match=r"none.jsonl: .*holds no rows.* in data.eval_path$"):
+        run(empty)
+
+
 def test_a_limit_on_evaluation_does_not_give_rows_back_to_training(job, run):
     prepared = run(replace(job, eval=EvalSpec(split=4, batch_limit=2)))
     assert prepared.evaluation is not None

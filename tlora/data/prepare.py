@@ -207,7 +207,9 @@ def _tokenised(
     first = next(rows, None)
     if first is None:
         raise DataError(
-            "the dataset holds no rows; name files that do in data.path", path=", ".join(paths)
+            "the dataset holds no rows; name files that do in "
+            f"{'data.path' if paths == data.paths else 'data.eval_path'}",
+            path=", ".join(paths),
         )
     detection = detect(first, data)
     examples = read_examples(chain((first,), rows), data, detection)
