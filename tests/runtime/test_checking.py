@@ -10,7 +10,7 @@ from support.models import job_spec, random_adapter, save_base, tiny_model
 from support.runs import job_file
 
 from tlora.config import load_spec
-from tlora.core.errors import DataError, SpecError, SpecErrors
+from tlora.core.errors import DataError, ModelError, SpecError, SpecErrors
 from tlora.model.peft_format import WEIGHTS, export_adapter
 from tlora.model.targets import find_targets
 from tlora.runtime.checking import check_run, check_start, context_length, prepare_jobs
@@ -130,6 +130,23 @@ def test_a_tracker_that_is_not_installed_is_found(base: Path, rows: Path, monkey
     spec = load_spec(job_file(base, job, report_to=["wandb"]))
     with pytest.raises(SpecError, match="report_to: wandb is not installed; pip install"):
         check_run(spec)
+
+
+def test_a_device_that_is_not_there_is_found(base: Path, rows: Path, monkeypatch) -> None:
+    """Before the model is looked at."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    job = {"name": "a", "data": {"path": str(rows)}}
+    with pytest.raises(ModelError, match=r"engine\.device: cuda was asked for"):
+        check_run(load_spec(job_file(base, job, engine={"device": "cuda"})))
+
+
+def test_rows_that_exact_nano_batches_cannot_hold_are_found(base: Path, rows: Path) -> None:
+    """By job and field, as when the run is started."""
+    engine = {"device": "cpu", "isolation": "exact", "nano_batch_tokens": 2}
+    spec = load_spec(job_file(base, {"name": "a", "data": {"path": str(rows)}}, engine=engine))
+    with pytest.raises(SpecError, match="exact isolation runs nano-batches of 2") as caught:
+        check_run(spec)
+    assert (caught.value.job, caught.value.field) == ("a", "train.max_length")
 
 
 def test_patience_without_held_out_rows_is_refused_by_name(base: Path, rows: Path) -> None:

@@ -8,9 +8,10 @@ from transformers import PretrainedConfig
 from tlora.core.errors import AdapterError, DataError, SpecError, SpecErrors, TloraError
 from tlora.core.job import BaseSpec, JobSpec, RunSpec
 from tlora.data.prepare import PreparedData, Preparer
-from tlora.model.loading import load_shape, load_tokenizer
+from tlora.model.loading import load_shape, load_tokenizer, resolve_device
 from tlora.model.peft_format import AdapterFile, read_adapter
 from tlora.model.targets import Target, choose_targets, find_targets
+from tlora.runtime.budget import nano_batch_tokens
 from tlora.runtime.data_lines import idle_settings
 from tlora.runtime.environment import cache_directory, quieten_libraries
 from tlora.runtime.sinks import check_trackers
@@ -20,12 +21,14 @@ def check_run(spec: RunSpec) -> list[str]:
     """Lines that say what the jobs would train on. Raises what `train` would raise."""
     quieten_libraries()
     check_trackers(spec.report_to)
+    device = resolve_device(spec.engine.device)
     shape = load_shape(spec.base)
     targets = find_targets(shape)
     # Before the data: a wrong name should not wait for a tokenizer.
     check_targets(spec, targets)
     lines = []
     prepared = prepare_jobs(spec, limit=context_length(shape.config))
+    nano_batch_tokens(spec, device, prepared, shape.num_parameters())
     for job in spec.jobs:
         chosen = choose_targets(job, targets)
         parameters = sum(job.lora.r * (t.in_features + t.out_features) for t in chosen)
