@@ -248,3 +248,17 @@ def test_a_large_file_is_not_held_in_memory(name, tmp_path):
     assert growth_megabytes(path, "stream") < ALLOWED_MEGABYTES
     if name == "rows.jsonl":
         assert growth_megabytes(path, "hold") > ALLOWED_MEGABYTES
+
+
+def test_what_may_not_be_looked_at_is_named(tmp_path, monkeypatch):
+    """Below a directory, or a name that no file can have."""
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+
+    def refused(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with pytest.raises(DataError, match="cannot be looked at: File name too long"):
+        find_sources(("x" * 5000 + ".jsonl",))
+    monkeypatch.setattr(Path, "is_file", refused)
+    with pytest.raises(DataError, match=r"rows.jsonl: cannot be looked at: Permission denied"):
+        find_sources((str(tmp_path),))

@@ -93,6 +93,25 @@ def test_tool_calls_are_trained_and_tool_results_are_not(
     assert ("Tools:" in tokenizer.decode(row.input_ids)) == (name == "turns")
 
 
+@pytest.mark.parametrize(("name", "empty"), [("turns", False), ("headers", True)])
+def test_a_tool_call_that_the_template_leaves_out_is_an_empty_answer(
+    name, empty, templates, tokenizer, encode
+):
+    """Only its end would be trained, which is said of such rows."""
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    template = getattr(templates, name)
+    messages = (
+        {"role": "user", "content": "How is it in Oslo?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "sunny"},
+        {"role": "assistant", "content": "It is sunny."},
+    )
+    chat = Chat(messages, trained=(False, True, False, True))
+    assert encode(chat, tokenizer, template).empty_answer == empty
+    untrained = Chat(messages, trained=(False, False, False, True))
+    assert not encode(untrained, tokenizer, template).empty_answer
+
+
 def test_an_answer_of_weight_zero_is_not_trained(templates, tokenizer, encode, assert_trained):
     chat = Chat(TWO_TURNS.messages, trained=(False, False, False, False, True))
     row = encode(chat, tokenizer, templates.turns)

@@ -17,6 +17,7 @@ from tlora.runtime.benchmark.landscapes import recorded
 from tlora.runtime.progress import ProgressLines
 from tlora.runtime.report import write_report
 from tlora.runtime.report_data import throughput
+from tlora.runtime.report_tables import job_rows
 from tlora.runtime.run_log import (
     NanoBatch,
     find_sessions,
@@ -160,6 +161,15 @@ def test_failures_are_told_with_their_reasons(tmp_path: Path) -> None:
     last = [r for r in lines_of(root / "job-003/metrics.jsonl") if r["kind"] == "train"][-1]
     assert f"{last['step']}/{last['total_steps']}" in page.text
     assert "Did not get through" not in report_of(synthetic_run(tmp_path / "well")).text
+
+
+def test_the_best_of_a_job_without_a_result_is_what_it_logged(tmp_path: Path) -> None:
+    """As the result would have it."""
+    root = synthetic_run(tmp_path / "run", jobs=2, unfinished=["job-001"])
+    found = [r for r in lines_of(root / "job-001/metrics.jsonl") if r["kind"] == "eval"]
+    best = min(found, key=lambda record: record["loss"])
+    row = next(row for row in job_rows(read_run(root)) if row.name == "job-001")
+    assert (row.best_eval_loss, row.best_step) == (best["loss"], best["step"])
 
 
 def test_what_a_person_cancelled_is_no_failure(tmp_path: Path) -> None:

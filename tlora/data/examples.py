@@ -98,6 +98,15 @@ def has_empty_answer(example: Example) -> bool:
             return has_empty_answer(chosen) or has_empty_answer(rejected)
 
 
+def answers_without_content(chat: Chat) -> list[int]:
+    """Which trained messages say what they say by something else, a tool call for instance."""
+    return [
+        place
+        for place, (message, learnt) in enumerate(zip(chat.messages, chat.trained, strict=True))
+        if learnt and _is_blank(message["content"]) and not _says_nothing(message)
+    ]
+
+
 def _says_nothing(message: Message) -> bool:
     """Neither content nor a tool call, thoughts or whatever else a template may write out."""
     around = ("role", "name", "content")

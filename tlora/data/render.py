@@ -4,6 +4,7 @@ layout."""
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+from tlora.core.errors import DataError
 from tlora.data.examples import (
     Chat,
     Completion,
@@ -12,6 +13,7 @@ from tlora.data.examples import (
     Preference,
     Text,
     Tokens,
+    answers_without_content,
     has_empty_answer,
 )
 from tlora.data.layouts import lay_out
@@ -51,7 +53,25 @@ class Renderer:
         _check_characters(rendered.text, origin)
         if self._train_on_all:
             return rendered.wholly_trained()
-        return replace(rendered, empty_answer=has_empty_answer(example))
+        empty = has_empty_answer(example) or (
+            isinstance(example, Chat) and self._leaves_an_answer_out(example, rendered, origin)
+        )
+        return replace(rendered, empty_answer=empty)
+
+    def _leaves_an_answer_out(self, chat: Chat, rendered: Rendered, origin: Origin) -> bool:
+        """Whether the template writes nothing of an answer without content, a tool call say."""
+        assert self._chats is not None
+        for place in answers_without_content(chat):
+            messages = list(chat.messages)
+            messages[place] = {key: messages[place][key] for key in ("role", "content")}
+            bare = replace(chat, messages=tuple(messages))
+            try:
+                if self._chats.render_whole(bare, origin).text == rendered.text:
+                    return True
+            except DataError:
+                # It asks for the call: so it writes it.
+                continue
+        return False
 
     def _render_chat(self, chat: Chat, origin: Origin) -> Rendered:
         if self._chats is None:

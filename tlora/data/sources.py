@@ -60,7 +60,13 @@ def find_sources(paths: tuple[str, ...]) -> tuple[Source, ...]:
     sorted."""
     if not paths:
         raise DataError("data.path names no file")
-    return tuple(source for path in paths for source in _expand(path))
+    try:
+        return tuple(source for path in paths for source in _expand(path))
+    except OSError as error:
+        # A folder on the way that may not be looked into, a name that is too long.
+        raise DataError(
+            f"cannot be looked at: {error.strerror}", path=str(error.filename or ", ".join(paths))
+        ) from error
 
 
 def _expand(text: str) -> list[Source]:

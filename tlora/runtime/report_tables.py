@@ -131,6 +131,8 @@ def job_row(job: JobLog) -> JobRow:
     last = job.train[-1] if job.train else {}
     evaluations = [record["loss"] for record in job.evaluations]
     first = job.evaluations[0] if job.evaluations else {}
+    numbers = [each for each in job.evaluations if each["loss"] is not None]
+    best = min(numbers, key=lambda record: record["loss"], default={})
     status = str(result.get("status", "unfinished")).replace("_", " ")
     return JobRow(
         name=job.name,
@@ -142,8 +144,8 @@ def job_row(job: JobLog) -> JobRow:
         loss=result.get("loss", last.get("loss")),
         first_eval_loss=result.get("first_eval_loss", first.get("loss")),
         eval_loss=result.get("eval_loss", evaluations[-1] if evaluations else None),
-        best_eval_loss=result.get("best_eval_loss"),
-        best_step=result.get("best_step"),
+        best_eval_loss=result.get("best_eval_loss", best.get("loss")),
+        best_step=result.get("best_step", best.get("step")),
         tokens_seen=result.get("tokens_seen", last.get("tokens_seen", 0)),
         adapter=result.get("adapter"),
         serving=result.get("serving", []),
