@@ -242,6 +242,23 @@ def test_median_stopping_by_hand() -> None:
     assert rule.judge("t", others | {"t": history([9], [9.0])}) is None, "within its grace"
 
 
+def test_the_same_part_of_the_steps_is_the_same_however_it_is_rounded() -> None:
+    """1 / 49 x 49 is a little less than 1, 0.14 x 50 and 3 x 0.1 are a little more than 7 and 0.3:
+    others' evaluations at the very step count for the median, and no rung is passed over."""
+    rule = rule_of(EarlyExitSpec(method="median", grace=0.0), LESS)
+    others = {name: history([2], [2.0], every=1, total=49) for name in "abcd"}
+    verdict = rule.judge("t", others | {"t": history([3], [3.0], every=1, total=49)})
+    assert verdict is not None and verdict.numbers["others"] == 4
+    for first, reduction, every, total in ((0.07, 2, 7, 50), (0.1, 3, 3, 10)):
+        rule = rule_of(EarlyExitSpec(method="asha", first_rung=first, reduction=reduction), LESS)
+        both = {
+            "best": history([1], [1.0], every=every, total=total),
+            "mine": history([2], [2.0], every=every, total=total),
+        }
+        verdict = rule.judge("mine", both)
+        assert verdict is not None and math.isclose(verdict.numbers["rung"], first * reduction)
+
+
 def test_none_gives_nobody_up() -> None:
     """Whatever the curves."""
     rule = rule_of(EarlyExitSpec(method="none"), LESS)

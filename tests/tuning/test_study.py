@@ -121,9 +121,9 @@ class World:
         return self
 
 
-def held_at(least: int, *, steps: int) -> list[int]:
+def held_at(least: int, *, steps: int, warmup: float = 0.05) -> list[int]:
     """The steps at which a trial that is evaluated at each gives its room to the next."""
-    spec = EarlyExitSpec(min_warmup_steps=least)
+    spec = EarlyExitSpec(min_warmup_steps=least, warmup=warmup)
     state = StudyState(rule_of(spec, LESS), LESS)
     state.on(Added((plan("a", steps=steps), plan("b", steps=steps))))
     state.on(Closed())
@@ -142,6 +142,7 @@ def test_a_warm_up_has_a_least_number_of_steps() -> None:
     assert held_at(EarlyExitSpec().min_warmup_steps, steps=16) == [2]
     assert held_at(4, steps=16) == [4] and held_at(2, steps=100) == [5]
     assert held_at(2, steps=2) == held_at(4, steps=3) == []
+    assert held_at(2, steps=100, warmup=0.07) == [7], "0.07 x 100 is a little more than 7"
 
 
 def test_one_step_keeps_the_rate_that_breaks_and_two_keep_the_one_that_holds() -> None:

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Protocol
 
 from tlora.core.sweep import EarlyExitSpec, ObjectiveSpec
-from tlora.tuning.history import History, slope, smoothed
+from tlora.tuning.history import NEARLY, History, slope, smoothed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,8 +242,7 @@ def underperforming(
 ) -> list[Verdict]:
     """All but the best part of all trials, by their last evaluation; of equals the earlier one
     stays. Trials that went before have taken places among those that go."""
-    # As the number was typed: 0.07 of 100 is 7, not a little more.
-    most = math.ceil(round(spec.keep * num_trials, 9))
+    most = num_kept(spec, num_trials)
     last = {name: _last(history, objective) for name, history in held.items()}
     ranked = sorted(last, key=lambda name: objective.key(last[name]))
     if len(ranked) <= most:
@@ -266,6 +265,11 @@ def underperforming(
         )
         for place, name in enumerate(ranked[most:], most + 1)
     ]
+
+
+def num_kept(spec: EarlyExitSpec, num_trials: int) -> int:
+    """As the part was typed: 0.07 of 100 is 7, not a little more."""
+    return math.ceil(round(spec.keep * num_trials, 9))
 
 
 def _last(history: History, objective: ObjectiveSpec) -> float:
@@ -330,13 +334,14 @@ class Asha:
             if len(history.evaluations) > 1
             else 0.0
         )
-        return max((rung for rung in self.rungs() if before < rung <= history.share), default=None)
+        rungs = [rung for rung in self.rungs() if before < rung - NEARLY < history.share]
+        return max(rungs, default=None)
 
 
 def value_at(history: History, share: float, objective: ObjectiveSpec) -> float | None:
     """What a trial was worth at its first evaluation past this part of its steps."""
     for at, each in enumerate(history.evaluations):
-        if each.step >= share * history.total_steps:
+        if each.step >= (share - NEARLY) * history.total_steps:
             return History(history.total_steps, history.evaluations[: at + 1]).value(objective)
     return None
 

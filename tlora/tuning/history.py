@@ -6,6 +6,9 @@ from typing import Any
 
 from tlora.core.sweep import ObjectiveSpec
 
+NEARLY = 1e-9
+"""Of a trial: what rounding may make of the same part of its steps."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
@@ -54,7 +57,8 @@ class History:
 
     def until(self, share: float) -> "History":
         """What was known when it was so far."""
-        kept = [each for each in self.evaluations if each.step <= share * self.total_steps]
+        last = (share + NEARLY) * self.total_steps
+        kept = [each for each in self.evaluations if each.step <= last]
         return History(self.total_steps, tuple(kept))
 
     def value(self, objective: ObjectiveSpec) -> float | None:

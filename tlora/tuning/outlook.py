@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 
 from tlora.core.sweep import EarlyExitSpec
+from tlora.tuning.exits import num_kept
 from tlora.tuning.study import StudyState, Trial
 
 
@@ -45,7 +46,7 @@ def survivors_of(state: StudyState, exits: EarlyExitSpec, coming: int = 0) -> in
     own = sum(trial.plan.parent is None for trial in state.trials.values()) + coming
     match exits.method:
         case "alto":
-            return math.ceil(exits.keep * own)
+            return num_kept(exits, own)
         case "asha":
             rungs = math.ceil(math.log(1 / exits.first_rung, exits.reduction) - 1e-9)
             return math.ceil(own / exits.reduction**rungs)

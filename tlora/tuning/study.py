@@ -149,7 +149,8 @@ class StudyState:
         if self.rule.warmup is None:
             return 0.0
         least = min(self.rule.min_warmup_steps, plan.total_steps)
-        return max(self.rule.warmup * plan.total_steps, least)
+        # As the part was typed: 0.07 of 100 is 7, not a little more.
+        return max(round(self.rule.warmup * plan.total_steps, 9), least)
 
     def value(self, trial: Trial) -> float | None:
         return trial.history.value(self.objective)
