@@ -62,6 +62,9 @@ class Study:
     tokens_full: int
     """What all trials would have taken to their ends."""
 
+    tokens_given_up: int = 0
+    """Of these, what trials that a rule gave up did not take."""
+
     wall_s: float
     """Of running, stops left out."""
 
@@ -72,8 +75,13 @@ class Study:
 
     @property
     def saved_fraction(self) -> float:
-        """Of the tokens, by giving trials up."""
+        """Of the tokens, by whatever ended trials before their ends."""
         return 1 - self.tokens_spent / self.tokens_full if self.tokens_full else 0.0
+
+    @property
+    def saved_by_exit(self) -> float:
+        """Of the tokens, by the rules alone: not by failures, a spent budget or a person."""
+        return self.tokens_given_up / self.tokens_full if self.tokens_full else 0.0
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -87,6 +95,7 @@ class Study:
             "tokens_spent": self.tokens_spent,
             "tokens_full": self.tokens_full,
             "saved_fraction": round(self.saved_fraction, 6),
+            "saved_by_exit": round(self.saved_by_exit, 6),
             "wall_s": round(self.wall_s, 3),
             "winner": asdict(self.winner) if self.winner else None,
             "fusion": asdict(self.fusion) if self.fusion else None,
@@ -126,6 +135,7 @@ class TaskStudies:
         each = {name: study.as_json() for name, study in self.studies.items()}
         spent = sum(study.tokens_spent for study in self.studies.values())
         full = sum(study.tokens_full for study in self.studies.values())
+        given_up = sum(study.tokens_given_up for study in self.studies.values())
         first = next(iter(each.values()))
         return {
             "v": 1,
@@ -144,6 +154,7 @@ class TaskStudies:
             "tokens_spent": spent,
             "tokens_full": full,
             "saved_fraction": round(1 - spent / full, 6) if full else 0.0,
+            "saved_by_exit": round(given_up / full, 6) if full else 0.0,
             "wall_s": round(self.wall_s, 3),
             "devices": self.devices,
             "predicted_s": self.predicted_s,
@@ -185,4 +196,13 @@ def tokens_full(state: StudyState) -> int:
     return sum(
         trial.tokens if trial.phase is Phase.COMPLETED else trial.plan.total_tokens
         for trial in state.trials.values()
+    )
+
+
+def tokens_given_up(state: StudyState) -> int:
+    """What trials that a rule gave up would have taken to their ends."""
+    return sum(
+        trial.plan.total_tokens - trial.tokens
+        for trial in state.trials.values()
+        if trial.verdict is not None and trial.verdict.rule not in ("budget", "person")
     )

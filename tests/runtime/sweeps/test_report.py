@@ -83,6 +83,7 @@ STUDY = {
     "tokens_spent": 130,
     "tokens_full": 300,
     "saved_fraction": 0.567,
+    "saved_by_exit": 0.3,
     "wall_s": 12.0,
     "winner": {"adapter": "x/winner/adapter", "job_file": "x/job.yaml", "command": "tlora train x"},
     "fusion": {"together_rate": 20.0, "alone_rate": 5.0},
@@ -174,7 +175,7 @@ def test_the_report_of_a_sweep_is_drawn_in_a_browser(page: Path, tmp_path: Path)
 def test_what_is_not_trained_yet_is_not_called_saved():
     """In the report and in the closing lines of a sweep that was stopped."""
     over, stopped = (headlines({**STUDY, "over": each}) for each in (True, False))
-    assert "saved by early exit" in [each.label for each in over]
+    assert ("saved by early exit", "30%") in [(each.label, each.figure) for each in over]
     assert "saved by early exit" not in [each.label for each in stopped]
     assert "trained so far" in [each.label for each in stopped]
     study = Study(
@@ -186,6 +187,7 @@ def test_what_is_not_trained_yet_is_not_called_saved():
         method="alto",
         tokens_spent=10,
         tokens_full=40,
+        tokens_given_up=30,
         wall_s=1.0,
         interrupted=True,
         over=False,
@@ -193,3 +195,23 @@ def test_what_is_not_trained_yet_is_not_called_saved():
     assert "10 tokens trained of 40" in closing_lines(study)
     done = replace(study, interrupted=False, over=True)
     assert "10 tokens trained of 40: early exit saved 75%" in closing_lines(done)
+
+
+def test_what_failures_and_stops_left_is_not_called_saved_by_early_exit():
+    """Of 300 tokens 70 were trained; rules left 90, and the others 140."""
+    study = Study(
+        output=Path("run"),
+        trials=[],
+        best=None,
+        metric="eval_loss",
+        mode="min",
+        method="alto",
+        tokens_spent=70,
+        tokens_full=300,
+        tokens_given_up=90,
+        wall_s=1.0,
+    )
+    told = "early exit saved 30%, and 47% was left by trials that failed or were stopped"
+    assert f"70 tokens trained of 300: {told}" in closing_lines(study)
+    assert study.as_json()["saved_by_exit"] == 0.3
+    assert saving(STUDY)["others"] and not saving({**STUDY, "saved_by_exit": 0.567})["others"]

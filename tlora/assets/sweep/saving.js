@@ -1,7 +1,7 @@
 "use strict";
 // What early exit saved in tokens, and, where rates were measured, what it and fusing saved in time.
 function drawSaving() {
-  const { spent, full, by_fate: byFate, times } = DATA.saving;
+  const { spent, full, by_fate: byFate, others, times } = DATA.saving;
   const rows = [["every trial to its end", [["rest", full]], countText(full)],
     ["with early exit", byFate, countText(spent)]];
   const height = 40 + rows.length * 44 + (times ? 40 + 3 * 44 : 0);
@@ -20,7 +20,7 @@ function drawSaving() {
     ["one at a time, early exit", [["completed", times.alone]], timeText(times.alone)],
     ["together, early exit", [["winner", times.together]], timeText(times.together)]]);
   const percent = (part) => `${Math.round(100 * part)}%`;
-  note.textContent = `Early exit saved ${percent(1 - times.alone / times.alone_full)} of the time, fusing ${percent(1 - times.together / times.alone)} of what was left, `
+  note.textContent = `${others ? "Trials that were given up, failed or were stopped" : "Early exit"} saved ${percent(1 - times.alone / times.alone_full)} of the time, fusing ${percent(1 - times.together / times.alone)} of what was left, `
     + `both ${percent(1 - times.together / times.alone_full)}. Rates without evaluation, measured on some of the trials after the sweep.`;
 }
 

@@ -231,7 +231,7 @@ def saved_headline(study: dict[str, Any]) -> Headline:
     tokens = f"{study['tokens_spent']:,} of {study['tokens_full']:,} tokens trained"
     if not study["over"]:
         return Headline("trained so far", f"{1 - study['saved_fraction']:.0%}", tokens)
-    return Headline("saved by early exit", f"{study['saved_fraction']:.0%}", tokens)
+    return Headline("saved by early exit", f"{study['saved_by_exit']:.0%}", tokens)
 
 
 def headlines(study: dict[str, Any]) -> list[Headline]:

@@ -166,6 +166,7 @@ def saving(study: Json) -> Json:
         "spent": study["tokens_spent"],
         "full": study["tokens_full"],
         "by_fate": [[name, by_fate[name]] for name in FATES if name in by_fate],
+        "others": study["saved_fraction"] - study["saved_by_exit"] >= 0.005,
         "times": times,
     }
 

@@ -44,7 +44,14 @@ from tlora.training.controller import Controller
 from tlora.training.engine import Engine
 from tlora.training.exactness import Exactness
 from tlora.tuning.events import Added, Closed
-from tlora.tuning.results import Fusion, Study, Winner, tokens_full, trial_result
+from tlora.tuning.results import (
+    Fusion,
+    Study,
+    Winner,
+    tokens_full,
+    tokens_given_up,
+    trial_result,
+)
 from tlora.tuning.samplers import OptunaSampler, check_sampler, is_known_before
 from tlora.tuning.study import Phase, StudyState
 
@@ -283,6 +290,7 @@ def study_of(
         method=spec.early_exit.method,
         tokens_spent=state.tokens_spent,
         tokens_full=tokens_full(state),
+        tokens_given_up=tokens_given_up(state),
         wall_s=seconds,
         interrupted=interrupted,
         over=state.over,

@@ -300,6 +300,14 @@ def final_table(study: Study, most: int = 12) -> Table:
     return table
 
 
+def saved_words(study: Study) -> str:
+    words = f"early exit saved {study.saved_by_exit:.0%}"
+    others = study.saved_fraction - study.saved_by_exit
+    if others < 0.005:
+        return words
+    return f"{words}, and {others:.0%} was left by trials that failed or were stopped"
+
+
 def first_reason(study: Study) -> str:
     told = [f"; {each.name}: {each.reason}" for each in study.trials if each.reason]
     return told[0] if told else ""
@@ -316,7 +324,7 @@ def closing_lines(study: Study, most: int = LEADERS) -> list[str]:
     told = ", ".join(f"{count} {status}" for status, count in counts.items())
     lines.append(f"{len(study.trials)} trials in {duration_figure(study.wall_s)}: {told}")
     # What was not trained yet was not saved.
-    saved = "" if study.interrupted else f": early exit saved {study.saved_fraction:.0%}"
+    saved = "" if study.interrupted else f": {saved_words(study)}"
     lines.append(f"{study.tokens_spent:,} tokens trained of {study.tokens_full:,}{saved}")
     if study.fusion is not None:
         gain = study.fusion.together_rate / study.fusion.alone_rate
