@@ -108,6 +108,22 @@ def test_a_trial_that_overfits_keeps_its_best(base, rows, tmp_path):
     )
 
 
+def test_a_winner_that_was_given_up_says_of_which_step_it_is(base, rows, tmp_path):
+    """Spared until its best is past: the adapter is older than the trial's end, and its job file
+    trains further than the sweep did."""
+    exits = {"overfitting_gap": 0.0, "warmup": 1.0, "smoothing": 1.0, "overfitting_past_best": True}
+    file = sweep_file(base, rows, exact=False, early_exit=exits)
+    file["defaults"]["train"] |= {"max_steps": 80, "batch_size": 8}
+    file["search"] = {"space": {"train.learning_rate": [5e-2]}}
+    study = tlora.tune(tlora.load_sweep(file), output=tmp_path / "run", view=lines())
+    trial = study.trials[0]
+    assert trial.rule == "overfitting" and trial.numbers["best_step"] < trial.step < 80
+    settings = json.loads((tmp_path / "run" / "winner" / "settings.json").read_text())
+    assert settings["step"] == trial.numbers["best_step"]
+    report = " ".join((tmp_path / "run" / "report.html").read_text().split())
+    assert f"given up at step {trial.step} of 80. This trains it alone, to its own end" in report
+
+
 def test_preference_jobs_are_swept_by_their_accuracy(base, tmp_path):
     """Betas are compared by which answer is preferred; the rules see the accuracy of every
     evaluation, and the best trial has the highest of the last ones."""

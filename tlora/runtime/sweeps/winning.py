@@ -18,7 +18,7 @@ from tlora.runtime.exporting import (
     plain_logits,
 )
 from tlora.runtime.sweeps.trials import MadeTrial
-from tlora.tuning.results import Study, Winner
+from tlora.tuning.results import Study, TrialResult, Winner
 
 
 def keep_winner(
@@ -28,7 +28,7 @@ def keep_winner(
     model: SuperModel,
     folder: Path | None = None,
 ) -> Winner | None:
-    """`DIR/winner`, or another folder: adapter/, job.yaml, which trains the trial alone to the same
+    """`DIR/winner`, or another folder: adapter/, job.yaml, which trains the trial alone to its own
     end, and settings.json. None if no trial came to a value. Raises AdapterError if the adapter on
     disk gives other logits through the kernels than the plain way."""
     best = study.best
@@ -50,12 +50,19 @@ def keep_winner(
         "params": best.params,
         "metric": study.metric,
         "value": best.value,
-        "step": best.step,
+        "step": step_of(source, best),
         "adapter_from": str(source.relative_to(study.output)),
         "command": command,
     }
     replace_text(folder / "settings.json", json.dumps(settings, indent=2) + "\n")
     return Winner(adapter=str(folder / "adapter"), job_file=str(job_file), command=command)
+
+
+def step_of(adapter: Path, trial: TrialResult) -> int:
+    """After which the adapter was taken: the best one may be older than the trial's end."""
+    if adapter.name != "best":
+        return trial.step
+    return int(json.loads((adapter.parent / "result.json").read_text())["best_step"])
 
 
 def check_logits(adapter: Path, trial: MadeTrial, model: SuperModel) -> None:
