@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from support.scheduling import request
 
 from tlora.core.cluster import uniform_cluster
+from tlora.core.errors import SpecError
 from tlora.core.event import Arrival, GpuFailure
 from tlora.core.request import JobRequest
 from tlora.core.state import State
@@ -56,6 +57,33 @@ def test_jobs_beyond_the_limit_are_due_nothing_and_lost_gpus_are_not_dealt() -> 
     assert fair_gpus(state) == {name: pytest.approx(2 / 3) for name in ("j0", "j1", "j2")}
     state.happen(GpuFailure(0.0, (1,), "lost"))
     assert sum(fair_gpus(state).values()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("high", [1e9, 1e18])
+def test_priorities_that_are_far_apart_leave_no_gpu_undealt(high: float) -> None:
+    """What is left when the highest has all it wants goes to the others alike."""
+    low = 1e9 / high
+    jobs = [request("high", priority=1e9), *(request(f"j{i}", priority=low) for i in range(3))]
+    due = fair_gpus(state_of(2, *jobs))
+    assert due == {"high": 1.0, **{f"j{i}": pytest.approx(1 / 3) for i in range(3)}}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"priority": 1e17},
+        {"priority": 1e-17},
+        {"priority": float("nan")},
+        {"slowdown_bound": float("nan")},
+        {"at": float("nan")},
+        {"at": float("inf")},
+    ],
+)
+def test_what_is_no_number_to_reckon_with_is_refused_by_field(wrong: dict[str, float]) -> None:
+    """A due of nothing, or of nobody knows what, would end the loop for all jobs."""
+    field = "arrival_s" if "at" in wrong else next(iter(wrong))
+    with pytest.raises(SpecError, match=f"job 'a': {field}: must be"):
+        request("a", **wrong)  # type: ignore[arg-type]
 
 
 @given(

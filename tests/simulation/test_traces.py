@@ -121,6 +121,15 @@ def test_a_bad_row_of_our_own_csv_is_named_too(row, message, tmp_path) -> None:
         read_trace(written(tmp_path, OWN, row))
 
 
+@pytest.mark.parametrize("priority", ["0", "1e17"])
+def test_a_priority_beyond_reckoning_is_a_bad_row(priority, tmp_path) -> None:
+    """Named with its line, as any other."""
+    path = written(tmp_path, OWN + ",priority", f"a,0,9,1,8,1,512,{priority}", "b,0,9,1,8,1,512,2")
+    with pytest.raises(DataError, match=r"t\.csv:2: priority: must be between 1e-09 and 1e\+09"):
+        read_trace(path)
+    assert len(read_trace(path, on_bad="skip").jobs) == 1
+
+
 def test_rows_out_of_order_can_be_sorted(tmp_path) -> None:
     """They are then no bad rows."""
     path = written(tmp_path, CLUSTER, "b,9,,5,1,,", "a,1,,5,1,,")

@@ -1,5 +1,6 @@
 """A job as the scheduler sees it when it is submitted; never changes after that."""
 
+import math
 from dataclasses import dataclass
 
 from tlora.core.errors import SpecError
@@ -7,6 +8,9 @@ from tlora.core.load import JobLoad
 
 SLOWDOWN_BOUND = 1.5
 """Where nobody says; 1.0 means never slower than its fair due."""
+
+PRIORITIES = (1e-9, 1e9)
+"""The least and the most: beyond these a due is lost in rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,11 +43,18 @@ class JobRequest:
                 raise SpecError(
                     f"must be at least 1, got {getattr(self, name)}", job=self.name, field=name
                 )
-        if self.priority <= 0:
+        if not math.isfinite(self.arrival_s):
             raise SpecError(
-                f"must be above 0, got {self.priority}", job=self.name, field="priority"
+                f"must be a time, got {self.arrival_s}", job=self.name, field="arrival_s"
             )
-        if self.slowdown_bound < 1:
+        least, most = PRIORITIES
+        if not least <= self.priority <= most:
+            raise SpecError(
+                f"must be between {least:g} and {most:g}, got {self.priority:g}",
+                job=self.name,
+                field="priority",
+            )
+        if not self.slowdown_bound >= 1:
             raise SpecError(
                 f"must be at least 1, got {self.slowdown_bound}",
                 job=self.name,

@@ -7,6 +7,7 @@ each is due those it brings.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 from tlora.core.state import Dues, JobState, State
 
@@ -57,14 +58,14 @@ def _fair_gpus(state: State, jobs: Sequence[JobState]) -> dict[str, float]:
 def dealt(amount: float, wanted: Sequence[float], weights: Sequence[float]) -> list[float]:
     """By weight, nobody more than wanted; what one leaves goes to the others."""
     levels = [want / weight for want, weight in zip(wanted, weights, strict=True)]
-    heavy = sum(weights)
+    order = sorted(range(len(levels)), key=levels.__getitem__)
+    # Summed from the last on: a sum of which a large part is taken away is rounding.
+    heavy = list(accumulate(weights[i] for i in reversed(order)))
     result = [0.0] * len(wanted)
-    for i in sorted(range(len(levels)), key=levels.__getitem__):
-        weight = weights[i]
-        part, want = amount * weight / heavy, wanted[i]
+    for i in order:
+        part, want = amount * weights[i] / heavy.pop(), wanted[i]
         if want < part:
             part = want
         result[i] = part
         amount -= part
-        heavy -= weight
     return result

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from tlora.core.errors import DataError
+from tlora.core.request import PRIORITIES
 
 OnBad = Literal["raise", "skip"]
 DAY_S = 86_400.0
@@ -177,8 +178,9 @@ def _acme_job(row: Row) -> TraceJob | None:
 def _own_job(row: Row) -> TraceJob | None:
     """name, arrival_s, steps, gpus, rank, batch, length; base, tenant, priority if wanted."""
     priority = _number(row, "priority") if row.get("priority") else 1.0
-    if not priority:
-        raise _BadRow("priority: must be above 0, got 0")
+    least, most = PRIORITIES
+    if not least <= priority <= most:
+        raise _BadRow(f"priority: must be between {least:g} and {most:g}, got {priority:g}")
     return TraceJob(
         name=_text(row, "name"),
         arrival_s=_number(row, "arrival_s"),
