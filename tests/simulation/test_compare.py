@@ -17,7 +17,7 @@ from tlora.simulation.compare import Comparison, Setting, choose_profile, compar
 from tlora.simulation.plots import binned, gantt_bars
 from tlora.simulation.report import render, table_lines, write_report
 from tlora.simulation.synthetic import synthetic_jobs
-from tlora.simulation.traces import Trace
+from tlora.simulation.traces import Given, Trace, TraceJob
 from tlora.simulation.world import World
 
 TRACE = Trace("made<up>", tuple(synthetic_jobs(60, days=1, seed=2)))
@@ -103,6 +103,23 @@ def test_who_is_slower_is_not_called_faster(comparison) -> None:
     two, three = ({"jct_s": {"mean": seconds}} for seconds in (2.0, 3.0))
     assert table._shorter(two, three, "mean") == "1.50x shorter"
     assert table._shorter(three, two, "mean") == "1.50x longer"
+
+
+OWN_JOB = TraceJob("long", 0.0, None, 1, given=Given(steps=9, rank=8, batch=4, length=25_000))
+
+
+def test_who_is_refused_is_named_with_the_reason() -> None:
+    """Sequences that one GPU has no memory for and two have: ours trains the job, solo refuses it,
+    and nothing is compared with what was never done."""
+    trace = Trace("long", (OWN_JOB,))
+    found = compare(Setting(trace=trace, policies=("tlora", "solo"), gpus=2, load=None))
+    assert found.mean("tlora")["jobs_done"] == 1
+    lines = table.sentences(found)
+    assert not any("against solo" in line for line in lines)
+    assert lines[-1] == (
+        "solo: 1 job was refused or failed; long: it does not fit even alone; bound by memory."
+    )
+    assert table.title(found)[0].startswith("long: 1 job on 2 GPUs")
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,9 @@ class JobRecord:
 
     ended_s: float | None = None
     outcome: Outcome | None = None
+    reason: str | None = None
+    """Why it was refused or failed, if it was."""
+
     due_mark: float | None = None
     """What was due to it in all when it last entered a group; None while it waits."""
 
@@ -43,9 +46,9 @@ class JobRecord:
             self.due_s += self.state.fair_s - self.due_mark
             self.due_mark = None
 
-    def end(self, time: float, outcome: Outcome) -> None:
+    def end(self, time: float, outcome: Outcome, reason: str | None = None) -> None:
         self.leave()
-        self.ended_s, self.outcome = time, outcome
+        self.ended_s, self.outcome, self.reason = time, outcome, reason
 
 
 @dataclass(slots=True)
@@ -70,8 +73,8 @@ class Recorder:
                     self._end(job, turn.time, "completed")
                 case EarlyExit(job=job):
                     self._end(job, turn.time, "exited")
-                case JobFailure(job=job):
-                    self._end(job, turn.time, "failed")
+                case JobFailure(job=job, reason=reason):
+                    self._end(job, turn.time, "failed", reason)
                 case GpuFailure():
                     for each in self.state.jobs.values():
                         if each.group is None:
@@ -90,8 +93,8 @@ class Recorder:
                     self.regroups += 1
                 case Move() | Resize():
                     self.regroups += 1
-                case Refuse(job=job):
-                    self._end(job, turn.time, "refused")
+                case Refuse(job=job, reasons=reasons):
+                    self._end(job, turn.time, "refused", str(reasons))
 
     def turns(self) -> Iterable[Turn]:
         """None are kept."""
@@ -103,6 +106,6 @@ class Recorder:
         for job, rate in stretch.rates.items():
             self.jobs[job].steps += rate * seconds
 
-    def _end(self, job: str, time: float, outcome: Outcome) -> None:
-        self.jobs[job].end(time, outcome)
+    def _end(self, job: str, time: float, outcome: Outcome, reason: str | None = None) -> None:
+        self.jobs[job].end(time, outcome, reason)
         self.done += 1

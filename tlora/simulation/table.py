@@ -19,7 +19,8 @@ def title(comparison: Comparison) -> list[str]:
     load = "all at once" if comparison.load is None else f"load {comparison.load:.2f}"
     seeds = "" if setting.seeds == 1 else f", mean of {setting.seeds} seeds"
     lines = [
-        f"{setting.trace.name}: {jobs:,} jobs on {number_of(gpus, 'GPU')}, {load}, "
+        f"{setting.trace.name}: {jobs:,} job{'' if jobs == 1 else 's'} on "
+        f"{number_of(gpus, 'GPU')}, {load}, "
         f"predictor error {setting.predictor_error:.0%}{seeds}.",
         f"Profile {setting.profile_name}: {setting.profile.device}.",
     ]
@@ -71,7 +72,10 @@ def sentences(comparison: Comparison) -> list[str]:
     lines: list[str] = []
     ours = found.get("tlora")
     for policy, other in found.items():
-        if ours is None or policy == "tlora" or not (ours["jct_s"]["mean"] and other["jct_s"]):
+        if ours is None or policy == "tlora":
+            continue
+        # One that refused all jobs, or was refused them, has no times.
+        if ours["jct_s"]["mean"] is None or other["jct_s"]["mean"] is None:
             continue
         lines.append(
             f"tlora against {policy}: mean JCT {_shorter(ours, other, 'mean')}, "
@@ -83,8 +87,17 @@ def sentences(comparison: Comparison) -> list[str]:
     lines.append(f"Decisions took {decided:.1f} ms at p99 at most ({slowest}).")
     for policy, each in found.items():
         if each["jobs_failed"]:
-            lines.append(f"{policy}: {each['jobs_failed']:g} jobs were refused or failed.")
+            lines.append(f"{policy}: {_failed_words(each['jobs_failed'], comparison, policy)}.")
     return lines
+
+
+def _failed_words(count: float, comparison: Comparison, policy: str) -> str:
+    """With the first of them, if the first seed had one."""
+    words = f"{number_of(count, 'job')} {'was' if count == 1 else 'were'} refused or failed"
+    for job in comparison.first[policy].recorder.jobs.values():
+        if job.reason is not None:
+            return f"{words}; {job.request.name}: {job.reason}"
+    return words
 
 
 def duration(seconds: float | None) -> str:
