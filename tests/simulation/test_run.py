@@ -14,6 +14,7 @@ from tlora.core.event import GpuFailure, GpuRepair
 from tlora.core.request import JobRequest
 from tlora.costs.groups import Costs
 from tlora.schedule import POLICIES
+from tlora.simulation.compare import choose_profile
 from tlora.simulation.mapping import map_jobs, solo_seconds
 from tlora.simulation.metrics import Metrics, finish_time_fairness, slowdown
 from tlora.simulation.run import Result, simulate
@@ -181,6 +182,24 @@ def test_a_long_queue_counts_all_its_waiting() -> None:
     last = result.recorder.jobs["j11"].state
     beyond = 9 / 3
     assert last.fair_s == pytest.approx(whole * (beyond + 1 / 3 + 1 / 2 + 1))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("odd", [{"rank": 2500}, {"length": 25_000}])
+def test_no_policy_refuses_what_fits_in_smaller_nano_batches(policy, odd) -> None:
+    """The fastest nano-batches have no room beside such an adapter or such rows; others have."""
+    job = request("a", batch=4, steps=5, base="b", **odd)
+    _, profile = choose_profile(None)
+    found = simulate([job], policy, uniform_cluster(1), {"b": profile})
+    assert found.metrics.jobs_done == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_job_that_brings_more_gpus_than_there_are_ends_nobody_elses(policy) -> None:
+    """It is run on those that there are, or refused."""
+    jobs = [request("wide", batch=8, gpus=8), request("a")]
+    found = run(policy, jobs, 4).metrics
+    assert found.jobs_done >= 1 and found.jobs_done + found.jobs_failed == 2
 
 
 def test_an_unknown_policy_is_told() -> None:

@@ -59,7 +59,7 @@ class JobFigures:
 
     solo_plan: Plan
     """A replica for every GPU it brings that a sequence can be found for, and the bucket that is
-    fastest."""
+    fastest of those that fit."""
 
     solo_step_s: float
     """Seconds per step under that plan."""
@@ -282,16 +282,18 @@ class Costs:
         beside_s = profile.time.square_s * whole.squares + whole.lora_s
         replicas = min(request.gpus, load.batch_size)
         link = self.cluster.link(narrowest(self.cluster, replicas))
-        found: list[tuple[float, int]] = []
+        longest = max(load.lengths)
+        found: list[tuple[bool, float, int]] = []
         for bucket in base.buckets:
             part = min(1.0, bucket * replicas / tokens)
-            seconds, _ = base.round_s(whole.times(part), 1.0, bucket, replicas, link)
-            found.append((seconds / part, bucket))
-        seconds, bucket = min(found)
+            seconds, rows = base.round_s(whole.times(part), 1.0, bucket, replicas, link)
+            _, fits = base.memory(rows, longest, bucket, parameters)
+            found.append((not fits, seconds / part, bucket))
+        _, seconds, bucket = min(found)
         return JobFigures(
             batch_tokens=tokens,
             mean_length=load.mean_length,
-            longest=max(load.lengths),
+            longest=longest,
             parameters=parameters,
             latent=0.0,
             whole=whole,

@@ -36,9 +36,10 @@ class FifoMemory(Policy):
         for job in state.waiting():
             request = job.request
             plan = self._plan(request)
-            if not self._fits([request], plan):
-                why = "it does not fit even alone"
-                reasons = Reasons(why=why, bound_by="memory")
+            fits = self._fits([request], plan)
+            if not fits or plan.gpus > len(state.cluster):
+                bound = "memory" if not fits else "GPUs of the cluster"
+                reasons = Reasons(why="it does not fit even alone", bound_by=bound)
                 decisions.append(Refuse(job=job.name, reasons=reasons))
                 continue
             gpus = choose_gpus(state.cluster, free, plan.gpus)
@@ -73,9 +74,12 @@ class FifoMemory(Policy):
         return decisions
 
     def _plan(self, request: JobRequest) -> Plan:
+        """With the largest nano-batches that fit."""
         replicas = self.costs.figures(request).solo_plan.replicas
-        bucket = self.costs.base(request.base).buckets[-1]
-        return Plan(replicas=min(replicas, self.widest or replicas), bucket=bucket)
+        replicas = min(replicas, self.widest or replicas)
+        buckets = self.costs.base(request.base).buckets
+        plans = [Plan(replicas=replicas, bucket=bucket) for bucket in reversed(buckets)]
+        return next((plan for plan in plans if self._fits([request], plan)), plans[0])
 
     def _fits(self, requests: list[JobRequest], plan: Plan) -> bool:
         tier = narrowest(self.costs.cluster, plan.gpus)

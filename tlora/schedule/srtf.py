@@ -20,10 +20,14 @@ class Srtf(Policy):
         self.costs = costs
 
     def decide(self, state: State, events: Sequence[Event]) -> list[Decision]:
-        refused = [job.name for job in state.waiting() if not self.costs.solo(job.request).fits]
+        refused = {
+            job.name: bound
+            for job in state.waiting()
+            if (bound := self._bound(state, job)) is not None
+        }
         decisions: list[Decision] = [
-            Refuse(job=name, reasons=Reasons(why="it does not fit even alone", bound_by="memory"))
-            for name in refused
+            Refuse(job=name, reasons=Reasons(why="it does not fit even alone", bound_by=bound))
+            for name, bound in refused.items()
         ]
         jobs = [job for job in state.runnable() if job.name not in refused]
         jobs.sort(key=lambda job: (self._remaining_s(job), job.request.arrival_s, job.name))
@@ -63,6 +67,13 @@ class Srtf(Policy):
             )
             number += 1
         return decisions
+
+    def _bound(self, state: State, job: JobState) -> str | None:
+        """What keeps it from ever running, if something does."""
+        if not self.costs.solo(job.request).fits:
+            return "memory"
+        needed = self.costs.figures(job.request).solo_plan.gpus
+        return "GPUs of the cluster" if needed > len(state.cluster) else None
 
     def _remaining_s(self, job: JobState) -> float:
         return job.remaining_steps * self.costs.figures(job.request).solo_step_s
