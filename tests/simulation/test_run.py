@@ -202,6 +202,20 @@ def test_a_job_that_brings_more_gpus_than_there_are_ends_nobody_elses(policy) ->
     assert found.jobs_done >= 1 and found.jobs_done + found.jobs_failed == 2
 
 
+@pytest.mark.parametrize(
+    ("names", "options", "field"),
+    [
+        ("aa", {}, "name"),
+        ("ab", {"max_runnable": 0}, "max_runnable"),
+        ("ab", {"shares": {"x": 0.0}}, "shares"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_by_field(names, options, field) -> None:
+    """Before anything is run."""
+    with pytest.raises(SpecError, match=field):
+        run("tlora", [request(name) for name in names], 1, **options)
+
+
 def test_an_unknown_policy_is_told() -> None:
     """With those that there are."""
     with pytest.raises(SpecError, match="'best' is none of tlora"):

@@ -4,6 +4,8 @@ The loop, the policy and the state are those of a real run; here its clock is mo
 executor computes, and its store keeps what metrics need.
 """
 
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +13,7 @@ from tlora.control import Loop
 from tlora.control.loop import uncollected
 from tlora.core.clock import ManualClock
 from tlora.core.cluster import Cluster
+from tlora.core.errors import SpecError
 from tlora.core.event import Event
 from tlora.core.request import JobRequest
 from tlora.core.state import State
@@ -61,6 +64,7 @@ def simulate(
     costs, and so does a policy that is there as a bound. `world`: what befalls the cluster, drawn
     from the seed or given. `on_progress` is called with the number of jobs that are through. The
     same arguments give the same result, but for the time that decisions took."""
+    _check(requests, shares or {}, max_runnable)
     known = Costs(profiles, cluster)
     make_policy(policy, known)  # An unknown name is said before anything else.
     entry = POLICIES[policy]
@@ -101,6 +105,21 @@ def simulate(
         cut_misses=getattr(decider, "cut_misses", 0),
     )
     return Result(policy, seed, metrics, recorder, known, tuple(events))
+
+
+def _check(
+    requests: Sequence[JobRequest], shares: Mapping[str, float], max_runnable: int | None
+) -> None:
+    """Raises SpecError for what would end the loop."""
+    names = Counter(request.name for request in requests)
+    for name, count in names.items():
+        if count > 1:
+            raise SpecError(f"is that of {count} jobs", job=name, field="name")
+    for tenant, share in shares.items():
+        if not 0 < share < math.inf:
+            raise SpecError(f"{tenant}: must be above 0, got {share:g}", field="shares")
+    if max_runnable is not None and max_runnable < 1:
+        raise SpecError(f"must be at least 1, got {max_runnable}", field="max_runnable")
 
 
 def _horizon(requests: Sequence[JobRequest], costs: Costs) -> float:
