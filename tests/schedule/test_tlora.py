@@ -8,7 +8,7 @@ import pytest
 from support.scheduling import Run, costs_of, request
 
 from tlora.core.cluster import uniform_cluster
-from tlora.core.decision import Decision
+from tlora.core.decision import Decision, Start
 from tlora.core.event import Arrival, Completion, Event, Straggler, Tick
 from tlora.core.request import JobRequest
 from tlora.core.state import State
@@ -35,6 +35,31 @@ def test_where_gpus_abound_everybody_is_alone() -> None:
     """Nothing is gained by sharing."""
     found = decided(4, *(request(f"j{i}") for i in range(3)))
     assert groups(found) == {frozenset({f"j{i}"}) for i in range(3)}
+
+
+def test_a_group_starts_with_the_figures_of_all_its_jobs() -> None:
+    """Its reasons are those of the group as it starts, not of the first job alone on the GPU: worth
+    and the largest slowdown by the plain prediction, with bounds that differ."""
+    cluster = uniform_cluster(2)
+    state, costs = State(cluster), costs_of(cluster)
+    jobs = [request(f"j{i}", batch=1 + i % 3, slowdown_bound=1.4 + 0.1 * i) for i in range(6)]
+    for job in jobs:
+        state.happen(Arrival(0.0, job))
+    found = make_policy("tlora", costs).decide(state, [])
+    assert sum(len(each.jobs) for each in found if isinstance(each, Start)) == 6
+    due = fair_gpus(state)
+    for start in found:
+        assert isinstance(start, Start)
+        members = [state.jobs[name].request for name in start.jobs]
+        plain = costs.predict(members, start.weights, start.plan, cluster.tier(start.gpus))
+        slowdowns = [
+            due[job.name] / job.gpus / costs.figures(job).solo_step_s / rate
+            for job, rate in zip(members, plain.steps_per_s, strict=True)
+        ]
+        pressed = max(range(len(members)), key=lambda i: slowdowns[i] / members[i].slowdown_bound)
+        assert start.reasons.after == pytest.approx(plain.worth)
+        assert start.reasons.slowdown == pytest.approx(slowdowns[pressed])
+        assert start.reasons.before == 0
 
 
 def test_where_they_do_not_small_jobs_share() -> None:

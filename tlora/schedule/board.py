@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tlora.core.cluster import Cluster
 from tlora.core.decision import Decision, Join, Move, Pause, Reasons, Resize, Start
@@ -147,6 +147,10 @@ class Board:
         for piece in load.pieces:
             self.place[piece.name] = found.name
         return found
+
+    def slowest(self, priced: Priced) -> float:
+        """The slowdown of the job that presses most on its bound."""
+        return priced.breach * self.pieces[priced.pressed].job.request.slowdown_bound
 
     def put(self, piece: Piece, target: Bin, priced: Priced) -> None:
         target.load = target.load.plus(piece)
@@ -472,8 +476,20 @@ class _Telling:
                 gpus=which.gpus,
                 plan=Plan(replicas=len(which.gpus), bucket=which.priced.bucket),
                 weights=tuple(piece.weight for piece in pieces),
-                reasons=self._reasons(pieces[0]),
+                reasons=self._start_reasons(which, pieces),
             )
+        )
+
+    def _start_reasons(self, which: Bin, pieces: list[Piece]) -> Reasons:
+        """As the group starts: others may have come or gone since its first job was placed."""
+        found, priced = self._reasons(pieces[0]), which.priced
+        alone = len(pieces) == 1
+        return replace(
+            found,
+            before=found.before if alone and found.after == priced.worth else 0.0,
+            after=priced.worth,
+            slowdown=self.board.slowest(priced),
+            bound_by=found.bound_by if alone else priced.bound_by,
         )
 
     def _resize(self, which: Bin, gpus: tuple[int, ...] | None = None) -> None:

@@ -101,7 +101,7 @@ def carry_out(board: Board, piece: Piece, option: Option) -> None:
         why=option.why,
         before=before,
         after=after,
-        slowdown=option.priced.breach * piece.job.request.slowdown_bound,
+        slowdown=board.slowest(option.priced),
         bound_by="" if option.target is None else option.priced.bound_by,
     )
 

@@ -418,7 +418,7 @@ def _apply(board: Board, change: Change, cost_s: float) -> None:
                     why="it does best there",
                     before=before,
                     after=before + change.gain,
-                    slowdown=priced.breach * piece.job.request.slowdown_bound,
+                    slowdown=board.slowest(priced),
                     cost_s=cost_s or None,
                     bound_by=priced.bound_by,
                 )
@@ -486,6 +486,6 @@ def _exchange_one(board: Board, which: Bin, base: str) -> bool:
             else "it makes more of the GPUs",
             before=before,
             after=worth,
-            slowdown=priced.breach * piece.job.request.slowdown_bound,
+            slowdown=board.slowest(priced),
         )
     return True

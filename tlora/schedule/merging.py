@@ -98,7 +98,7 @@ class Merging:
             why=f"merged with {', '.join(each.name for each in gone)}",
             before=before,
             after=before + gain,
-            slowdown=priced.breach,
+            slowdown=board.slowest(priced),
             bound_by=priced.bound_by,
         )
         seed.reasons = reasons

@@ -175,7 +175,7 @@ def _make_way_for(board: Board, piece: Piece, settings: Settings) -> None:
             why=f"it has waited {piece.job.waited_s:.0f} s and others are ahead of their dues",
             before=before,
             after=priced.worth,
-            slowdown=priced.breach * piece.job.request.slowdown_bound,
+            slowdown=board.slowest(priced),
         )
         for each in sorted(evicted, key=lambda one: (-one.urgency, one.rank)):
             place(board, each, settings.max_replicas)
