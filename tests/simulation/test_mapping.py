@@ -17,6 +17,7 @@ from tlora.simulation.mapping import (
     bases_of,
     batch_for,
     demanded_gpus,
+    map_job,
     map_jobs,
     read_lengths,
     solo_seconds,
@@ -96,6 +97,13 @@ def test_what_a_trace_gives_is_not_drawn() -> None:
     assert (request.total_steps, request.base, request.priority) == (77, "b", 2.0)
     assert (request.load.rank, request.load.batch_size, request.load.lengths) == (5, 3, (200,))
     assert (request.gpus, request.tenant, bases_of(JOBS)) == (3, "blue", BASES)
+
+
+def test_steps_that_take_longer_than_any_job_are_refused_by_name() -> None:
+    """Ten years alone is the most, as of a duration; the simulation would go on to its end."""
+    given = Given(steps=10**12, rank=8, batch=1, length=512)
+    with pytest.raises(DataError, match=r"job 'a': 1,000,000,000,000 steps would take .* years"):
+        map_job(TraceJob("a", 0.0, None, 1, given=given), new_costs())
 
 
 def test_lengths_come_from_the_datasets_of_a_file(tmp_path) -> None:

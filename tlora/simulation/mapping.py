@@ -16,7 +16,7 @@ from tlora.core.errors import DataError, SpecError
 from tlora.core.load import JobLoad
 from tlora.core.request import JobRequest
 from tlora.costs.groups import Costs
-from tlora.simulation.traces import TraceJob
+from tlora.simulation.traces import MOST_SECONDS, YEAR_S, TraceJob
 
 RANKS = (2, 4, 8, 16)
 BASES = ("llama-8b", "qwen-8b")
@@ -82,6 +82,13 @@ def map_job(
         priority=job.given.priority if job.given else 1.0,
     )
     if job.duration_s is None:
+        seconds = solo_seconds(request, costs)
+        if seconds > MOST_SECONDS:
+            raise DataError(
+                f"{request.total_steps:,} steps would take {seconds / YEAR_S:,.0f} years alone; "
+                "ten are the most",
+                job=job.name,
+            )
         return request
     steps = round(job.duration_s / costs.figures(request).solo_step_s)
     return replace(request, total_steps=max(1, steps))

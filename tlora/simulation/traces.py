@@ -71,7 +71,8 @@ class Trace:
         return Trace(self.name, kept[:jobs], self.skipped, self.left_out)
 
 
-MOST_SECONDS = 10 * 366 * 86400
+YEAR_S = 366 * DAY_S
+MOST_SECONDS = 10 * YEAR_S
 """Of a job: more is another unit, and would be simulated to its end."""
 
 
