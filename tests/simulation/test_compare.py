@@ -232,6 +232,19 @@ def test_the_report_is_drawn_in_a_browser(comparison, tmp_path) -> None:
     assert 'class="down"' in gantt and "var(--g2)" not in gantt, "solo has one job in a group"
 
 
+@pytest.mark.browser
+def test_jobs_that_wait_are_counted_in_whole_numbers(tmp_path) -> None:
+    """Nobody waits: the axis has 0 and 1, each once."""
+    chromium = shutil.which("chromium")
+    if chromium is None and not os.environ.get("CI"):
+        pytest.skip("chromium is not installed: make system-deps")
+    assert chromium is not None, "chromium is not installed: make system-deps"
+    page = tmp_path / "r.html"
+    write_report(of_one(8), page)
+    waiting = figure(opened(chromium, page, tmp_path / "profile"), "waiting")
+    assert re.findall(r'text-anchor="end">(\w+)<', waiting) == ["0", "1"]
+
+
 def opened(chromium: str, page: Path, profile: Path) -> str:
     command = (
         *(chromium, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"),

@@ -83,7 +83,7 @@ function drawOverTime(name, { text, whole, last }) {
   const high = most * 1.05 || 1;
   frame.scaleX(0, end);
   frame.scaleY(0, high);
-  frame.axisY(ticks(0, high, 4), text);
+  frame.axisY(ticks(0, high, 4).filter((at) => text !== countText || Number.isInteger(at)), text);
   frame.axisX(timeTicks(0, end, frame.room), spanText);
   if (whole) frame.root.append(svg("line", { x1: frame.left, x2: frame.width - frame.right, y1: frame.y(1), y2: frame.y(1), class: "full" }));
   if (last) axisTitle(frame, "time since the first arrival");
