@@ -10,6 +10,7 @@ from tlora.config import dump_spec
 from tlora.core.errors import AdapterError
 from tlora.core.job import RunSpec
 from tlora.core.sweep import Params, SweepSpec
+from tlora.core.wording import number_of
 from tlora.data.prepare import PreparedData
 from tlora.model.loading import load_shape, resolve_device
 from tlora.model.super_model import SuperModel
@@ -257,11 +258,11 @@ def begin(runner: Course, turns: list[StudyTurn], take_up: Callable[[], None]) -
                 runner.sampler.expect(trial.name, trial.plan.params)
     if turns:
         over = sum(not trial.live for trial in state.trials.values())
-        runner.view.say(f"{of}goes on: {over} of {len(state.trials)} trials are over")
+        runner.view.say(f"{of}goes on: {over} of {number_of(len(state.trials), 'trial')} are over")
         take_up()
     elif is_known_before(spec.search):
         rule = spec.early_exit.method
-        runner.view.say(f"{of}{len(runner.made)} trials, early exit: {rule}")
+        runner.view.say(f"{of}{number_of(len(runner.made), 'trial')}, early exit: {rule}")
         runner.tell(Added(tuple(each.plan for each in runner.made.values())))
     if is_known_before(spec.search) and not state.closed:
         runner.tell(Closed())

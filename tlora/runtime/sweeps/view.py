@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from tlora.core.wording import number_of
 from tlora.runtime.directory import JobResult
 from tlora.runtime.figures import duration_figure, loss_figure, rate_figure
 from tlora.runtime.progress import RankUsage
@@ -78,7 +79,12 @@ class View:
             self.say(*(str(each) for each in exits))
         else:
             rules = Counter(each.verdict.rule for each in exits)
-            self.say(*(f"{task}{count} trials given up: {rule}" for rule, count in rules.items()))
+            self.say(
+                *(
+                    f"{task}{number_of(count, 'trial')} given up: {rule}"
+                    for rule, count in rules.items()
+                )
+            )
         if exits and exits[0].verdict.rule == "underperforming":
             going = sum(trial.live for trial in state.trials.values())
             self.say(f"{task}all have warmed up: {going} of {len(state.trials)} trials go on")
@@ -322,7 +328,8 @@ def closing_lines(study: Study, most: int = LEADERS) -> list[str]:
     ]
     counts = Counter(each.status for each in study.trials)
     told = ", ".join(f"{count} {status}" for status, count in counts.items())
-    lines.append(f"{len(study.trials)} trials in {duration_figure(study.wall_s)}: {told}")
+    trials = number_of(len(study.trials), "trial")
+    lines.append(f"{trials} in {duration_figure(study.wall_s)}: {told}")
     # What was not trained yet was not saved.
     saved = "" if study.interrupted else f": {saved_words(study)}"
     lines.append(f"{study.tokens_spent:,} tokens trained of {study.tokens_full:,}{saved}")
