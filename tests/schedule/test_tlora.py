@@ -12,6 +12,8 @@ from tlora.core.decision import Decision, Start
 from tlora.core.event import Arrival, Completion, Event, Straggler, Tick
 from tlora.core.request import JobRequest
 from tlora.core.state import State
+from tlora.costs import shipped_profiles
+from tlora.costs.groups import Costs
 from tlora.schedule import Settings, make_policy
 from tlora.schedule.fairness import fair_gpus
 from tlora.schedule.merging import best_cut
@@ -60,6 +62,27 @@ def test_a_group_starts_with_the_figures_of_all_its_jobs() -> None:
         assert start.reasons.after == pytest.approx(plain.worth)
         assert start.reasons.slowdown == pytest.approx(slowdowns[pressed])
         assert start.reasons.before == 0
+
+
+@pytest.mark.parametrize(
+    ("profile", "gpus", "batch", "length"),
+    [
+        ("cpu-1-thread-demo", 8, 17, 953),
+        ("h200-llama-1b", 7, 16, 3551),
+        ("h200-llama-8b", 7, 16, 3551),
+    ],
+)
+def test_a_job_that_may_not_be_slowed_runs_on_its_own_gpus(profile, gpus, batch, length) -> None:
+    """Its batch has room on them but for whole sequences, of which the fullest has one more than
+    its nano-batch holds. As it does alone it may do here, or it would wait for ever."""
+    cluster = uniform_cluster(gpus)
+    job = request("a", batch=batch, length=length, gpus=gpus, slowdown_bound=1.0)
+    costs = Costs({"llama": shipped_profiles()[profile]}, cluster)
+    state = State(cluster)
+    state.happen(Arrival(0.0, job))
+    (start,) = make_policy("tlora", costs).decide(state, [])
+    assert isinstance(start, Start) and start.plan == costs.figures(job).solo_plan
+    assert start.reasons.slowdown == pytest.approx(1.0)
 
 
 def test_where_they_do_not_small_jobs_share() -> None:

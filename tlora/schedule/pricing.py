@@ -192,7 +192,7 @@ class Pricing:
         """Buckets that are looked at where none holds."""
         base = self.costs.base(load.pieces[0].base)
         part = fullest_part(load.sequences, replicas)
-        asked = 0 if base.bucket_for(load.tokens * part) is None else 1
+        asked = 0 if _bucket_of_all(base, load, replicas, part) is None else 1
         for bucket in base.buckets:
             if bucket * replicas >= load.tokens:
                 break
@@ -203,7 +203,7 @@ class Pricing:
         base = self.costs.base(load.pieces[0].base)
         replicas = span.replicas
         part = fullest_part(load.sequences, replicas)
-        bucket = base.bucket_for(load.tokens * part)
+        bucket = _bucket_of_all(base, load, replicas, part)
         if bucket is None:
             return Whole(None)
         segments = float(len(load.pieces))
@@ -338,6 +338,13 @@ class Pricing:
         holds = fits and breach <= 1 + ROUNDING
         worth = piece.worth_s * steps / seconds
         return Priced(bucket, worth, breach, piece.name, memory, fits, holds)
+
+
+def _bucket_of_all(base: BaseCosts, load: Load, replicas: int, part: float) -> int | None:
+    """For every job's whole batch in a round. Where the largest holds them but for what sequences
+    that are whole add to the fullest replica, that one goes on into a second nano-batch."""
+    found, largest = base.bucket_for(load.tokens * part), base.buckets[-1]
+    return largest if found is None and load.tokens <= largest * replicas else found
 
 
 def _better(one: Priced, other: Priced) -> bool:
