@@ -1,6 +1,8 @@
 """The settings that a sweep tries."""
 
 import math
+import time
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
@@ -9,7 +11,7 @@ import pytest
 from tlora.core.errors import SpecError
 from tlora.core.sweep import AxisSpec, SearchSpec, When
 from tlora.tuning.samplers import planned
-from tlora.tuning.space import grid, sample
+from tlora.tuning.space import grid, ordered, sample
 
 RATE = AxisSpec(field="train.learning_rate", kind="log", low=1e-5, high=1e-2)
 RANK = AxisSpec(field="lora.r", kind="values", values=(4, 16, 64))
@@ -43,6 +45,20 @@ def test_a_field_with_a_condition_has_a_value_only_where_it_holds() -> None:
     assert all(("lora.lora_dropout" in each) == (each["lora.r"] != 4) for each in drawn)
 
 
+def test_a_condition_on_values_that_are_never_tried_is_refused() -> None:
+    """It would never hold, and the field never be tried; ranges have values that nobody lists, and
+    one value that is tried is enough."""
+    odd = replace(DROPOUT, when=(When(field="lora.r", values=(8, 32)),))
+    with pytest.raises(SpecError, match=r"when: lora\.r is never 8 or 32; it is one of 4, 16, 64"):
+        ordered((RANK, odd))
+    assert ordered((RANK, replace(DROPOUT, when=(When(field="lora.r", values=(16, 32)),))))
+    steps = AxisSpec(field="lora.r", kind="integer", low=2, high=10, step=4)
+    with pytest.raises(SpecError, match=r"when: lora\.r is never 4; it is one of 2, 6, 10"):
+        ordered((steps, replace(DROPOUT, when=(When(field="lora.r", values=(4,)),))))
+    rate = replace(DROPOUT, when=(When(field="train.learning_rate", values=(1e-3,)),))
+    assert len(ordered((RATE, rate))) == 2
+
+
 def test_whole_numbers_are_drawn_and_laid_out_on_their_steps() -> None:
     """Both ends are reached and nothing between the steps."""
     axis = AxisSpec(field="lora.r", kind="integer", low=2, high=10, step=4)
@@ -68,6 +84,15 @@ def test_no_trial_is_drawn_twice() -> None:
     """A space of six points gives six trials, however many were asked for."""
     found = planned(SearchSpec(space=(RANK, BATCH), sampler="random", trials=50))
     assert len(found) == 6 == len({tuple(each.items()) for each in found})
+
+
+def test_as_many_random_trials_as_a_grid_may_have_are_drawn_in_seconds() -> None:
+    """Each is looked up among those before it, not compared with them all; more are a mistake."""
+    began = time.process_time()
+    found = planned(SearchSpec(space=(RATE, RANK), sampler="random", trials=20_000))
+    assert len(found) == 20_000 and time.process_time() - began < 10
+    with pytest.raises(SpecError, match=r"search\.trials: .* at most 100,000"):
+        planned(SearchSpec(space=(RATE,), sampler="random", trials=100_001))
 
 
 @pytest.mark.parametrize(

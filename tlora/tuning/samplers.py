@@ -9,7 +9,7 @@ from typing import Any
 
 from tlora.core.errors import SpecError
 from tlora.core.sweep import AxisSpec, Params, SearchSpec
-from tlora.tuning.space import grid, ordered, sample, takes_part
+from tlora.tuning.space import MOST_TRIALS, grid, ordered, sample, takes_part
 
 TRIES = 50
 """Draws of a trial that has been drawn before until a space counts as used up."""
@@ -28,13 +28,19 @@ def planned(search: SearchSpec) -> list[Params]:
     if search.sampler == "grid":
         return grid(search.space, search.trials)
     assert search.sampler == "random" and search.trials is not None
+    if search.trials > MOST_TRIALS:
+        raise SpecError(
+            f"is {search.trials:,}; a sweep draws at most {MOST_TRIALS:,}", field="search.trials"
+        )
     found: list[Params] = []
+    seen: set[str] = set()
     for number in range(search.trials):
         # Its own generator: a trial does not depend on how many there are.
         draw = Random(f"{search.seed}:{number}")
         for _ in range(TRIES):
             params = sample(search.space, draw)
-            if params not in found:
+            if (key := repr(params)) not in seen:
+                seen.add(key)
                 found.append(params)
                 break
     return found

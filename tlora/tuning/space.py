@@ -15,6 +15,9 @@ from tlora.core.sweep import AxisSpec, Params
 MOST_TRIALS = 100_000
 """A grid beyond this is a mistake."""
 
+MOST_LISTED = 8
+"""Values of a field that a message names."""
+
 
 def takes_part(axis: AxisSpec, chosen: Params) -> bool:
     """Its conditions hold for what was chosen before it."""
@@ -32,6 +35,7 @@ def ordered(space: Sequence[AxisSpec]) -> list[AxisSpec]:
                     f"when: '{when.field}' is no field of the space",
                     field=f"search.space.{axis.field}",
                 )
+    _check_conditions(space)
     left, found = list(space), list[AxisSpec]()
     while left:
         placed = {axis.field for axis in found}
@@ -43,6 +47,25 @@ def ordered(space: Sequence[AxisSpec]) -> list[AxisSpec]:
         found += ready
         left = [axis for axis in left if axis not in ready]
     return found
+
+
+def _check_conditions(space: Sequence[AxisSpec]) -> None:
+    """Raises SpecError where a condition waits for values that the other field never has."""
+    tried = {axis.field: axis for axis in space if axis.kind in ("values", "integer")}
+    for axis in space:
+        for when in axis.when:
+            other = tried.get(when.field)
+            if other is None:
+                continue
+            every = _whole(other) if other.kind == "integer" else other.values
+            if not any(value in every for value in when.values):
+                listed = ", ".join(str(value) for value in every[:MOST_LISTED])
+                more = ", ..." if len(every) > MOST_LISTED else ""
+                never = " or ".join(str(value) for value in when.values)
+                raise SpecError(
+                    f"when: {when.field} is never {never}; it is one of {listed}{more}",
+                    field=f"search.space.{axis.field}",
+                )
 
 
 def sample(space: Sequence[AxisSpec], draw: Random) -> Params:
