@@ -8,6 +8,7 @@ from support.models import save_base
 from support.runs import quiet_single_thread, write_rows
 from support.waiting import PATIENCE_S
 
+from tlora.runtime.executors import processes
 from tlora.runtime.group import supervisor
 
 
@@ -25,9 +26,10 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="package", autouse=True)
 def patient_supervisor() -> Iterator[None]:
-    """On a busy machine a rank may be silent, or save its jobs, for longer than in a run that
-    matters to somebody."""
+    """On a busy machine a rank or a worker may be silent, or save its jobs, for longer than in a
+    run that matters to somebody."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "HANG_S", PATIENCE_S)
         for name in ("HANG_S", "GRACE_S"):
             patch.setattr(supervisor, name, PATIENCE_S)
         yield

@@ -42,6 +42,8 @@ pytestmark = pytest.mark.multi_process
 CLUSTER = uniform_cluster(2)
 SETTINGS = Settings(max_replicas=1, min_stay_s=0.2)
 EXACT_TOKENS = 64
+HANG_S = 10.0
+"""Longer than a busy machine makes a worker wait."""
 
 
 def costs_of(cluster: Cluster, base: str) -> Costs:
@@ -123,8 +125,16 @@ def test_jobs_over_two_processes_train_as_on_one_device_and_replay(new_run, tmp_
     assert replayed([replace(first, events=first.events[:1]), *turns[1:]]) is not None
 
 
-def test_a_killed_worker_is_replaced_and_no_job_is_harmed(new_run, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "has not been heard of for")],
+)
+def test_a_worker_that_is_killed_or_hangs_is_replaced_and_no_job_is_harmed(
+    new_run, tmp_path, monkeypatch, number, reason
+) -> None:
     """Its jobs wait, go on from their checkpoints, and end with the bits that they would have."""
+    if number == signal.SIGSTOP:
+        monkeypatch.setattr(worker_processes, "HANG_S", HANG_S)
     spec, root = new_run("a", "b", "c", max_steps=30)
     spec = exact(spec)
     saving = replace(spec, jobs=tuple(replace(j, save=replace(j.save, steps=5)) for j in spec.jobs))
@@ -135,7 +145,7 @@ def test_a_killed_worker_is_replaced_and_no_job_is_harmed(new_run, tmp_path) -> 
 
     def kill(device: int, message: Message) -> None:
         if isinstance(message, Stepped) and message.step >= 12 and not killed:
-            os.kill(devices.pid(device), signal.SIGKILL)
+            os.kill(devices.pid(device), number)
             killed.append(device)
 
     turns, state = run_loop(spec, devices, "solo", watch=kill)
@@ -143,9 +153,25 @@ def test_a_killed_worker_is_replaced_and_no_job_is_harmed(new_run, tmp_path) -> 
     [lost] = [event for event in events if isinstance(event, GpuFailure)]
     [back] = [event for event in events if isinstance(event, GpuRepair)]
     assert lost.gpus == back.gpus == tuple(killed)
-    assert "SIGKILL" in lost.reason
+    assert reason in lost.reason
     assert set(state.outcomes.values()) == {"completed"}
     assert all(same_end(root, tmp_path / "alone", job.name) for job in spec.jobs)
+
+
+def test_workers_that_are_stopped_hold_up_no_end(new_run, monkeypatch) -> None:
+    """They hear of nothing, so that they are not asked for long; nothing of them is left."""
+    _, root = new_run("a")
+    devices = processes(root)
+    ready: set[int] = set()
+    while len(ready) < 2:
+        ready |= {device for device, _ in devices.receive(1.0)}
+    for device in ready:
+        os.kill(devices.pid(device), signal.SIGSTOP)
+    monkeypatch.setattr(worker_processes, "HANG_S", 0.5)
+    devices.close()
+    for device in ready:
+        with pytest.raises(ProcessLookupError):
+            os.kill(devices.pid(device), 0)
 
 
 class Restless(Policy):

@@ -3,7 +3,7 @@
 They are forked from one server process that has loaded torch and transformers (multiprocessing's
 forkserver): loading these takes seconds, a fork does not, and a device that was lost is soon back.
 Commands and messages go through pipes as JSON. A worker whose leader is gone ends by itself,
-whatever it is about.
+whatever it is about; one that the leader does not hear of for some seconds is ended, and is lost.
 
 Each imports the script that started it, as multiprocessing does. One that starts workers wherever
 it is imported would do so again in each of them: `end_if_imported` ends those, and the leader says
@@ -39,9 +39,14 @@ from tlora.runtime.executors.messages import (
 )
 from tlora.runtime.executors.worker import Worker, WorkerSettings
 from tlora.runtime.fork_server import fork_server
+from tlora.runtime.listening import BEAT_S, LastHeard, Listener
 
 FLUSH_S = 0.1
 """Steps and the like are sent together, no later than this."""
+
+HANG_S = 30.0
+"""Without a beat for so long a worker is taken for lost. No other one waits for it, and a job that
+loses its device twice fails: there is no hurry."""
 
 CLOSE_S = 60.0
 """For checkpoints at the end; then a worker is ended without."""
@@ -82,6 +87,7 @@ class WorkerProcesses:
         self._threads = threads
         self._lock = None if lock is None else _Lock(lock)
         self._context = fork_server([__name__])
+        self._listener = Listener()
         self._workers = [self._started(each) for each in self._settings]
 
     def __len__(self) -> int:
@@ -108,7 +114,23 @@ class WorkerProcesses:
             if data is None:
                 messages.append((device, Lost(self._workers[device].bury())))
             else:
-                messages += [(device, message) for message in messages_of(data)]
+                self._workers[device].heard = LastHeard()
+                messages += [(device, message) for message in _messages_in(data)]
+        return messages + self._silent()
+
+    def _silent(self) -> list[tuple[int, Message]]:
+        """Those that have stopped beating; one that has not begun may be importing a script."""
+        away = self._listener.away_s()
+        messages: list[tuple[int, Message]] = []
+        for device, worker in enumerate(self._workers):
+            if worker.lost or worker.heard is None:
+                continue
+            silent = worker.heard.silent_s(away)
+            if silent > HANG_S:
+                worker.process.kill()
+                worker.bury()
+                reason = f"it has not been heard of for {silent:.0f} seconds"
+                messages.append((device, Lost(reason)))
         return messages
 
     def restart(self, device: int) -> None:
@@ -153,6 +175,7 @@ class _Handle:
         self.process = process
         self.connection = connection
         self.lost = False
+        self.heard: LastHeard | None = None
 
     def bury(self) -> str:
         """Its pipe is closed: how it ended."""
@@ -167,18 +190,24 @@ class _Handle:
         return f"its process ended with code {code}"
 
     def last_words(self, timeout_s: float) -> list[Message]:
-        """Until it has ended, by itself or because time was up."""
+        """Until it has ended, by itself or because time was up or it has gone silent."""
         said: list[Message] = []
         if not self.lost:
             end = time.monotonic() + timeout_s
             with suppress(EOFError, OSError):
-                while self.connection.poll(max(0.0, end - time.monotonic())):
-                    said += messages_of(self.connection.recv_bytes())
+                while self.connection.poll(min(HANG_S, max(0.0, end - time.monotonic()))):
+                    said += _messages_in(self.connection.recv_bytes())
         self.process.join(1.0)
         if self.process.is_alive():
-            self.process.terminate()
+            # One that is stopped would not hear of anything less.
+            self.process.kill()
             self.process.join()
         return said
+
+
+def _messages_in(data: bytes) -> list[Message]:
+    """None in a beat."""
+    return messages_of(data) if data else []
 
 
 def serve(
@@ -250,10 +279,14 @@ def _copied_lock(copy: Any) -> _Lock:
 
 
 class _Outbox:
+    """To the leader, which hears from it once a second whatever the worker is about."""
+
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._lock = threading.Lock()
         self._waiting: list[Message] = []
         self._flushed = time.monotonic()
+        threading.Thread(target=self._beat, daemon=True).start()
 
     def put(self, message: Message) -> None:
         self._waiting.append(message)
@@ -262,10 +295,19 @@ class _Outbox:
 
     def flush(self) -> None:
         if self._waiting:
-            try:
-                self._connection.send_bytes(encoded(self._waiting))
-            except (BrokenPipeError, ConnectionResetError):
-                # Not raised: an error in the middle of training has jobs saved.
-                end_without_leader()
+            self._write(encoded(self._waiting))
             self._waiting.clear()
         self._flushed = time.monotonic()
+
+    def _beat(self) -> None:
+        while True:
+            self._write(b"")
+            time.sleep(BEAT_S)
+
+    def _write(self, data: bytes) -> None:
+        try:
+            with self._lock:
+                self._connection.send_bytes(data)
+        except (BrokenPipeError, ConnectionResetError):
+            # Not raised: an error in the middle of training has jobs saved.
+            end_without_leader()
