@@ -17,7 +17,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from tlora.runtime.group.supervisor import BEAT_S, GRACE_S, HANG_S
+from tlora.runtime.group.supervisor import GRACE_S, HANG_S
+from tlora.runtime.listening import BEAT_S
 
 ENDED = "ended"
 BROKEN = "broken"

@@ -30,8 +30,8 @@ from tlora.runtime.executors.messages import (
 )
 from tlora.runtime.fork_server import fork_server
 from tlora.runtime.group.plans import plan_as_json
+from tlora.runtime.listening import BEAT_S, LastHeard, Listener
 
-BEAT_S = 1.0
 HANG_S = 6.0
 """Without a beat for so long a rank is taken for lost."""
 
@@ -60,6 +60,7 @@ class Ranks:
         self, plan: Plan, directory: Path, jobs: list[str], *, threads: int | None = 1
     ) -> None:
         context = fork_server([__name__, "tlora.runtime.group.rank"])
+        self._listener = Listener()
         self._meeting = hold_port()
         port = self._meeting.getsockname()[1]
         self._ranks = []
@@ -117,8 +118,9 @@ class Ranks:
             assert isinstance(connection, Connection)
             for message in there[connection].receive():
                 hear(there[connection].number, message)
+        away = self._listener.away_s()
         for each in self._ranks:
-            each.look()
+            each.look(away)
 
     def _end(self, hear: Callable[[int, Message], None]) -> Loss:
         """The first that was lost has a moment's company: what broke the others is its absence."""
@@ -148,7 +150,7 @@ class _Rank:
         self.connection = connection
         self.ended = False
         self.loss: _Sign | None = None
-        self._heard = time.monotonic()
+        self._heard = LastHeard()
 
     def receive(self) -> list[Message]:
         try:
@@ -156,7 +158,7 @@ class _Rank:
         except (EOFError, OSError):
             self._bury()
             return []
-        self._heard = time.monotonic()
+        self._heard.hear()
         told: list[Message] = []
         for message in messages_of(data) if data else ():
             if isinstance(message, Noted) and message.what == BROKE:
@@ -165,8 +167,9 @@ class _Rank:
                 told.append(message)
         return told
 
-    def look(self) -> None:
-        silent = time.monotonic() - self._heard
+    def look(self, away_s: float) -> None:
+        """`away_s`: for so long nobody has listened."""
+        silent = self._heard.silent_s(away_s)
         if not self.ended and silent > HANG_S:
             self._lose(f"it has not been heard of for {silent:.0f} seconds")
 
