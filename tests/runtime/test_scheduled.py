@@ -27,7 +27,7 @@ from tlora.costs.groups import Costs
 from tlora.runtime.checking import prepare_jobs
 from tlora.runtime.directory import RunDirectory
 from tlora.runtime.executors import processes
-from tlora.runtime.executors.messages import Noted, Ready
+from tlora.runtime.executors.messages import Lost, Noted, Ready
 from tlora.runtime.planning import choose_profile
 from tlora.runtime.progress import ProgressLines
 from tlora.runtime.run_log import read_run
@@ -96,6 +96,18 @@ def test_a_run_begins_before_its_first_job_joins(spec: RunSpec, tmp_path: Path) 
     began, *joined = (json.loads(line) for line in lines)
     assert [began["kind"], *(line["job"] for line in joined)] == ["began", "a", "b"]
     assert all(line["time"] >= began["time"] > early for line in joined)
+
+
+def test_a_lost_device_is_said_and_on_record_with_its_cause(spec: RunSpec, tmp_path: Path) -> None:
+    seen = StringIO()
+    lead = Lead(spec, prepare_jobs(spec, limit=None), RunDirectory(tmp_path), ProgressLines(seen))
+    lead.begin(64)
+    lead.hear(1, Lost("its process was ended by SIGKILL"))
+    assert "device 1 was lost: its process was ended by SIGKILL; its jobs go on" in seen.getvalue()
+    (line,) = (tmp_path / "events.jsonl").read_text().splitlines()
+    event = json.loads(line)
+    assert (event["kind"], event["device"]) == ("device_lost", 1)
+    assert event["cause"] == "its process was ended by SIGKILL"
 
 
 def test_two_devices_leave_what_one_leaves(

@@ -39,6 +39,7 @@ from tlora.runtime.executors.messages import (
     Attached,
     Ended,
     Evaluated,
+    Lost,
     Message,
     Noted,
     Ready,
@@ -416,6 +417,11 @@ class Lead:
                 self._noted(device, what, when, fields)
             case Said(lines=lines):
                 self.progress.say(*lines)
+            case Lost(reason=cause):
+                self.directory.event("device_lost", device=device, cause=cause)
+                self.progress.say(
+                    f"device {device} was lost: {cause}; its jobs go on from their checkpoints"
+                )
             case _:
                 pass
 
