@@ -4,8 +4,13 @@ kill, with one thread and with two."""
 from pathlib import Path
 
 import pytest
+import torch
 from support.kills import carry_out, same_end
 from support.runs import job_file, write_rows
+
+from tlora.config import load_spec
+from tlora.runtime.threads import using_threads
+from tlora.runtime.training import train
 
 KILLS = 5
 SUBJECT = {
@@ -60,3 +65,18 @@ def test_a_job_has_the_same_bits_in_any_company_and_after_five_kills(
     for job in ("wide", "one"):
         assert same_end(tmp_path / "killed", tmp_path / "first", job)
     assert not same_end(tmp_path / "leaking", tmp_path / "alone", "subject")
+
+
+def test_a_job_of_any_rank_has_the_same_bits_with_one_thread_and_with_two(base, tmp_path) -> None:
+    """Libraries cut products of some odd ranks over threads in ways that show."""
+    rows = write_rows(tmp_path / "rows.jsonl", 16)
+    jobs = [
+        {"name": f"r{rank}", "data": {"path": str(rows)}, "lora": {"r": rank}}
+        for rank in (5, 6, 10)
+    ]
+    spec = load_spec(job_file(base, *jobs, engine={"isolation": "exact", "nano_batch_tokens": 64}))
+    for threads in (1, 2):
+        with using_threads(threads):
+            train(spec, output=tmp_path / str(threads))
+            assert torch.get_num_threads() == threads
+    assert all(same_end(tmp_path / "1", tmp_path / "2", job.name) for job in spec.jobs)

@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 from support.models import SUPPORTED, super_model, tiny_model
 
 from tlora.core.errors import SpecError
 from tlora.model.super_model import SuperModel
+from tlora.runtime.threads import using_threads
 from tlora.training import exactness
 from tlora.training.exactness import (
     Subject,
@@ -134,3 +136,25 @@ def test_every_rank_and_dropout_are_tried(lengths: tuple[int, ...]) -> None:
         assert tried == set(ranks)
         assert {bool(subject.dropout) for subject in subjects} == {False, True}
         assert sum(len(each) for subject in subjects for each in subject.sequences) <= 768
+
+
+def test_threads_that_give_other_bits_leave_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As every worker and rank on a CPU has; the others keep theirs."""
+    model = exact_model()
+    look = exactness.observe
+
+    def cut_over_threads(model, arrangement, subjects, num_rows):
+        found = look(model, arrangement, subjects, num_rows)
+        key = next(key for key in found if key.startswith("the norm"))
+        return found | {key: found[key] * (1 + 2**-20 * (torch.get_num_threads() - 1))}
+
+    with using_threads(2):
+        proof = prove_exact(model, ROWS, ranks=(8,), lengths=SIZES["lengths"])
+        assert torch.get_num_threads() == (1 if proof.one_thread else 2)
+    monkeypatch.setattr(exactness, "observe", cut_over_threads)
+    with using_threads(2):
+        proof = prove_exact(model, ROWS, ranks=(8,), lengths=SIZES["lengths"])
+        assert proof.one_thread and torch.get_num_threads() == 1
+    assert "with one thread" in proof.line
+    with using_threads(1):
+        assert not prove_exact(model, ROWS, ranks=(8,), lengths=SIZES["lengths"]).one_thread

@@ -59,6 +59,7 @@ from tlora.runtime.progress import MANY_JOBS, Progress, over_before
 from tlora.runtime.requests import request_of
 from tlora.runtime.resuming import check_same_bits, finished, saved_steps
 from tlora.runtime.sinks import check_trackers
+from tlora.runtime.threads import using_threads
 from tlora.runtime.training import (
     RunResult,
     compiling_lines,
@@ -282,7 +283,8 @@ def proven(
     run in `directory` was another kind of machine's."""
     if spec.engine.isolation != "exact":
         return None
-    proof = show_exact(load_super_model(spec, device), spec, data, budget)
+    with using_threads(None if device.type == "cuda" else 1):
+        proof = show_exact(load_super_model(spec, device), spec, data, budget)
     if device.type == "cuda":
         # Its worker is on the same device, and needs the room.
         gc.collect()

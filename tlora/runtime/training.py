@@ -34,6 +34,7 @@ from tlora.runtime.recording import Recorder
 from tlora.runtime.report import write_report
 from tlora.runtime.resuming import check_same_bits
 from tlora.runtime.sinks import Sinks, check_trackers
+from tlora.runtime.threads import using_threads
 from tlora.training.controller import Controller
 from tlora.training.engine import Engine
 from tlora.training.exactness import Exactness, prove_exact
@@ -71,7 +72,8 @@ def train(
     device = resolve_device(spec.engine.device)
     opening = open_run(spec, RunDirectory(Path(output)), fresh=fresh, again=again)
     try:
-        return _train(opening, device, progress)
+        with using_threads(None):
+            return _train(opening, device, progress)
     finally:
         opening.directory.close()
 

@@ -5,6 +5,9 @@ First the frozen products, which get tiles of rows where they need them (model/r
 the whole model, forward and backward: made-up jobs with adapters go through it alone, among others,
 at the very end and cut in two, from other rows of the pool. Norms, attention, rotations, losses
 and adapters are all in it; where their bits move the run is refused.
+
+Processes that train for one device of several have one thread each on a CPU. A process that has
+more takes one, too, where several give other bits.
 """
 
 import itertools
@@ -23,6 +26,7 @@ from tlora.model.routing import MIN_BOUNDARIES
 from tlora.model.row_probe import same_bits, settle_products
 from tlora.model.super_model import SuperModel
 from tlora.training import loss
+from tlora.training.optimiser import gradient_norm
 
 COMPANY = "company of the probe"
 """No name that a job may have."""
@@ -56,13 +60,16 @@ class Exactness:
     products: int
     tiled: list[str]
     seconds: float
+    one_thread: bool = False
+    """Several, as there were, give other bits: torch has one since."""
 
     @property
     def line(self) -> str:
         tiles = f", {len(self.tiled)} of them in tiles of rows" if self.tiled else ""
+        threads = "; with one thread, for several give other bits" if self.one_thread else ""
         return (
             f"exact isolation: {self.products} products{tiles}, and the whole model, keep their "
-            f"bits at {self.num_rows} rows (tried in {self.seconds:.1f} s)"
+            f"bits at {self.num_rows} rows (tried in {self.seconds:.1f} s){threads}"
         )
 
 
@@ -70,22 +77,51 @@ def prove_exact(
     model: SuperModel, num_rows: int, *, ranks: Collection[int], lengths: Collection[int]
 ) -> Exactness:
     """For nano-batches of `num_rows` rows, adapters of these ranks and rows of such lengths; no job
-    may be attached. Raises SpecError where it cannot be had."""
+    may be attached. Leaves torch with one thread where several give other bits. Raises SpecError
+    where it cannot be had."""
     started = time.perf_counter()
-    found = settle_products(model, num_rows)
     at_once = max(1, num_rows // ROWS_OF_A_RANK)
     wanted = sorted(set(ranks))
     groups = [wanted[start : start + at_once] for start in range(0, len(wanted), at_once)]
     try:
-        for group in groups:
-            check_whole_model(model, num_rows, ranks=group, lengths=lengths)
+        found = _prove(model, num_rows, groups, lengths)
     except Exception as error:
         # Not for its bits but for want of a compiler: what runs without one is what is proven.
         if not model.runs_uncompiled(error):
             raise
-        for group in groups:
-            check_whole_model(model, num_rows, ranks=group, lengths=lengths)
-    return Exactness(num_rows, found.probed, found.tiled, time.perf_counter() - started)
+        found = _prove(model, num_rows, groups, lengths)
+    return replace(found, seconds=time.perf_counter() - started)
+
+
+def _prove(
+    model: SuperModel, num_rows: int, groups: list[list[int]], lengths: Collection[int]
+) -> Exactness:
+    one_thread = any(threads_count(model, num_rows, ranks=each, lengths=lengths) for each in groups)
+    if one_thread:
+        torch.set_num_threads(1)
+    found = settle_products(model, num_rows)
+    for group in groups:
+        check_whole_model(model, num_rows, ranks=group, lengths=lengths)
+    return Exactness(num_rows, found.probed, found.tiled, 0.0, one_thread)
+
+
+def threads_count(
+    model: SuperModel, num_rows: int, *, ranks: Collection[int], lengths: Collection[int]
+) -> bool:
+    """Whether the threads that torch has give other bits than one thread does."""
+    threads = torch.get_num_threads()
+    if model.device.type != "cpu" or threads == 1 or num_rows < MIN_ROWS:
+        return False
+    generator = np.random.default_rng(num_rows)
+    subjects = make_subjects(model, num_rows, ranks, lengths, generator)
+    first = next(arrangements(subjects, num_rows, model.vocabulary, generator))
+    several = observe(model, first, subjects, num_rows)
+    torch.set_num_threads(1)
+    try:
+        one = observe(model, first, subjects, num_rows)
+    finally:
+        torch.set_num_threads(threads)
+    return any(not same_bits(tensor, one[key]) for key, tensor in several.items())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -237,8 +273,10 @@ def observe(
                     parts.setdefault(key, []).append(rows[segment.targets])
         found |= {key: torch.cat(rows) for key, rows in parts.items()}
         for name in by_name:
-            for matrix, rows in model.views(name).items():
+            views = model.views(name)
+            for matrix, rows in views.items():
                 found[f"the gradient of {matrix} ({name})"] = rows.grad.clone()
+            found[f"the norm of the gradient ({name})"] = gradient_norm(list(views.values()))
     finally:
         for name in model.jobs:
             model.detach(name)

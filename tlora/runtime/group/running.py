@@ -1,11 +1,8 @@
 """A run of several ranks that this process starts and watches; it goes on under a smaller plan when
 one is lost."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-
-import torch
 
 from tlora.core.job import RunSpec
 from tlora.core.plan import Plan
@@ -18,6 +15,7 @@ from tlora.runtime.interrupts import interruptible
 from tlora.runtime.live import choose_progress
 from tlora.runtime.progress import Progress
 from tlora.runtime.scheduled import over_devices
+from tlora.runtime.threads import using_threads
 from tlora.runtime.training import RunResult
 
 
@@ -42,6 +40,7 @@ def train_in_group(
     if again is None:
         again = Again(options=over_devices(plan.gpus, profile=profile))
     try:
+        # As ranks have them: which bits hold may depend on it.
         with using_threads(threads):
             whole.begin(fresh=fresh, again=again)
         with interruptible(on_first=progress.on_interrupt) as interrupt:
@@ -67,15 +66,3 @@ def train_in_group(
         return whole.finish(interrupted=stopped)
     finally:
         whole.close()
-
-
-@contextmanager
-def using_threads(count: int | None) -> Iterator[None]:
-    """As many as ranks have, where that is known: which bits hold may depend on it."""
-    before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -39,6 +39,7 @@ from tlora.runtime.sweeps.trials import (
 )
 from tlora.runtime.sweeps.view import View, choose_view
 from tlora.runtime.sweeps.winning import keep_winner
+from tlora.runtime.threads import using_threads
 from tlora.runtime.training import compiling_lines, describe_run, load_super_model, show_exact
 from tlora.store.study import StudyLog, StudyTurn
 from tlora.training.controller import Controller
@@ -77,7 +78,7 @@ def tune(
     check_trackers(spec.report_to)
     check_sampler(spec.search.sampler)
     view = view or choose_view()
-    with opened(Path(output), (spec,), fresh=fresh) as opening:
+    with using_threads(None), opened(Path(output), (spec,), fresh=fresh) as opening:
         return _tune(opening, spec, view, measure_fusion=measure_fusion)
 
 
