@@ -90,7 +90,8 @@ def _train(opening: Opening, device: torch.device, progress: Progress) -> RunRes
     model = load_super_model(spec, device)
     proof = None
     if spec.engine.isolation == "exact":
-        proof = show_exact(model, spec, data, budget)
+        with giving_way(device):
+            proof = show_exact(model, spec, data, budget)
         if opening.goes_on:
             check_same_bits(directory.root, describe_run(spec, device, proof))
         progress.say(proof.line)

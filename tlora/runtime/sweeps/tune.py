@@ -168,7 +168,8 @@ def set_up(outset: Outset, begun: Path | None, view: View) -> Stage:
     model = load_super_model(replace(run, jobs=together), device)
     proof, ranks = None, {job.lora.r for job in run.jobs} | ranks_to_come(spec)
     if exact:
-        proof = show_exact(model, run, outset.data, outset.budget, ranks=ranks)
+        with giving_way(device):
+            proof = show_exact(model, run, outset.data, outset.budget, ranks=ranks)
         if begun is not None:
             check_same_bits(begun, describe_run(run, device, proof))
         view.say(proof.line)
