@@ -45,6 +45,12 @@ def test_what_is_wrong_in_a_plan_file_is_named(tmp_path: Path, text: str, messag
         load_plan(tmp_path / "p.yaml")
 
 
+def test_a_file_that_does_not_say_where_adapters_are_has_jobs_on_one_rank() -> None:
+    """What a file written for another plan would say is in it."""
+    assert load_plan({"replicas": 2, "bucket": 512}).adapters == "rank_local"
+    assert "adapters: data_parallel" in dump_plan(Plan(replicas=2, bucket=512))
+
+
 def test_all_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
     """Three things; and a file that is not there is one."""
     with pytest.raises(SpecErrors, match="3 problems"):

@@ -1,6 +1,7 @@
 """A plan file: how one group is laid over its GPUs, written by hand or by `tlora plan --output`.
 
-The fields are those of `core/plan.py`, and its own checks have the last word.
+The fields are those of `core/plan.py`, and its own checks have the last word. A file that does not
+say where adapters are has each job on one rank: nothing of it is sent then.
 """
 
 import os
@@ -60,17 +61,17 @@ def plan_of(tree: object) -> Plan:
             )
     if problems:
         raise SpecErrors(problems) if len(problems) > 1 else problems[0]
-    return Plan(**values)  # type: ignore[arg-type]
+    return Plan(**{"adapters": "rank_local", **values})  # type: ignore[arg-type]
 
 
 def dump_plan(plan: Plan) -> str:
     """As YAML that `load_plan` reads back into an equal plan; fields at their defaults are left
-    out, the number of replicas and shards aside."""
+    out, but for the number of replicas and shards and where adapters are."""
     defaults = {field.name: field.default for field in fields(Plan)}
     chosen = {
         name: value
         for name, value in asdict(plan).items()
-        if name in ("replicas", "fsdp") or value != defaults[name]
+        if name in ("replicas", "fsdp", "adapters") or value != defaults[name]
     }
     tree = plain(chosen)
     return yaml.dump(tree, Dumper=DUMPER, sort_keys=False, allow_unicode=True)
