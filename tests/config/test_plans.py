@@ -32,6 +32,7 @@ def test_a_plan_file_is_read_in_yaml_and_json(tmp_path: Path) -> None:
         ("bucket: 0", "plan.bucket: must be at least 1, got 0"),
         ("bucket: 512\nadapters: ranklocal", "plan.adapters: must be one of .*did you mean"),
         ("bucket: 512\nspread: [a]", "plan.spread: .* needs plan.adapters: mixed"),
+        ("bucket: 512\nadapters: mixed\nspread: [a, b, a]", "plan.spread: names a job twice"),
         ("bucket: 512\nkept_layers: 3", "plan.kept_layers: must be 0 where nothing is sharded"),
         ("- 1", "plan: must be a mapping"),
         ("", "plan: must be a mapping"),

@@ -40,6 +40,13 @@ def test_a_world_that_does_not_divide_is_refused_with_the_nearest() -> None:
     assert "nearest: replicas: 1, fsdp: 6" in str(error.value)
 
 
+def test_the_nearest_plan_says_whose_jobs_span_ranks() -> None:
+    """It can be copied as it stands."""
+    plan = Plan(replicas=2, bucket=512, adapters="mixed", spread=("j1", "j2"))
+    with pytest.raises(SpecError, match=r"adapters: mixed, spread: \[j1, j2\]$"):
+        check_plan(plan, world=3, jobs=JOBS)
+
+
 def test_fewer_ranks_keep_as_many_shards_as_there_are() -> None:
     """What fitted still fits; whole copies stay whole."""
     sizes = {(4, 2, 7): (1, 7), (4, 2, 6): (3, 2), (1, 8, 4): (1, 4), (8, 1, 5): (5, 1)}

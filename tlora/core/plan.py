@@ -62,6 +62,8 @@ class Plan:
                 f"must be one of {', '.join(PLACEMENTS)}, got {self.adapters}",
                 field="plan.adapters",
             )
+        if len(set(self.spread)) < len(self.spread):
+            raise SpecError(f"names a job twice: {', '.join(self.spread)}", field="plan.spread")
         if self.spread and self.adapters != "mixed":
             raise SpecError(
                 "names jobs that span ranks, which needs plan.adapters: mixed", field="plan.spread"

@@ -171,7 +171,8 @@ def _try(plan: Plan) -> str:
 def _as_fields(plan: Plan) -> str:
     """As a plan file has them."""
     kept = f"kept_layers: {plan.kept_layers}, " if plan.kept_layers else ""
+    spread = f", spread: [{', '.join(plan.spread)}]" if plan.spread else ""
     return (
         f"replicas: {plan.replicas}, fsdp: {plan.fsdp}, {kept}bucket: {plan.bucket}, "
-        f"adapters: {plan.adapters}"
+        f"adapters: {plan.adapters}{spread}"
     )
