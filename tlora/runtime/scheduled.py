@@ -70,6 +70,7 @@ from tlora.runtime.training import (
 )
 from tlora.schedule import Settings, make_policy
 from tlora.schedule.fairness import fair_gpus
+from tlora.store.late import LateStore
 from tlora.store.sqlite import SqliteStore
 from tlora.training.checkpoint import find_newest
 from tlora.training.driver import JobDriver, Status
@@ -179,7 +180,7 @@ def _drive(
     state = State(cluster)
     # Whoever decides, workers run the fused kernels.
     costs = Costs({base.model: chosen.profile}, cluster)
-    store: SqliteStore[Turn] = SqliteStore(
+    turns: SqliteStore[Turn] = SqliteStore(
         directory.root / "state.sqlite",
         decode=turn_of_json,
         about={
@@ -189,6 +190,9 @@ def _drive(
             "profile": profile_as_json(chosen.profile),
             "started": time.time(),
         },
+    )
+    store = LateStore(
+        turns, lambda why: lead.progress.say(f"state.sqlite cannot be written for now: {why}")
     )
     floor: _OverDevices | None = None
 
