@@ -112,10 +112,11 @@ def _idle_notes(plan: Plan, jobs: Sequence[str]) -> tuple[str, ...]:
     local = len(jobs) - len(plan.spread)
     if plan.adapters == "data_parallel" or plan.spread or local >= plan.ranks:
         return ()
+    enough = number_of(max(1, local), "rank")
     return (
         f"{number_of(local, 'rank-local job')} on {plan.ranks} ranks: "
-        f"{plan.ranks - local} of them train nothing. Take {max(1, local)} ranks, or adapters: "
-        "data_parallel, which deals every job's sequences to all.",
+        f"{plan.ranks - local} of them train nothing. Take {enough}, or adapters: data_parallel, "
+        "which deals every job's sequences to all.",
     )
 
 

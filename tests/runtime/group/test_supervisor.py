@@ -20,7 +20,7 @@ class Watched(supervisor.Ranks):
 
 
 def test_a_supervisor_that_was_stopped_itself_takes_nobody_for_lost() -> None:
-    """Ctrl-Z stops the ranks too: when all go on they were silent for as long as nobody listened."""
+    """Ctrl-Z stops the ranks too: when all go on, nobody has listened while they were silent."""
     ranks, minutes = Watched(), 2 * supervisor.HANG_S
     ranks.rank._heard._at -= minutes
     ranks._listener._looked_at -= minutes
