@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from tlora.runtime.group import heartbeat
 from tlora.runtime.group.heartbeat import ENDED, Heartbeat
+from tlora.runtime.listening import Listener
 
 
 @pytest.fixture
@@ -62,3 +64,28 @@ def test_a_note_that_cannot_be_written_does_not_keep_a_rank_from_ending(store, m
         rank._seen_at -= 2 * heartbeat.HANG_S
         with pytest.raises(end):
             rank._keep_watch()
+
+
+def test_a_rank_that_was_stopped_itself_takes_nobody_for_lost(store, monkeypatch) -> None:
+    """All of them were, most often. Who is silent after that is lost all the same."""
+    now, looks, causes = [0.0], [], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(heartbeat, "Listener", lambda: Listener(lambda: now[0]))
+    rank = beating(causes.append)
+    minute = iter([0.25, 60.0, *[0.25] * 40])
+
+    def ended() -> None:
+        raise Left
+
+    def passes(seconds: float) -> bool:
+        now[0] += next(minute)
+        looks.append(now[0])
+        return False
+
+    monkeypatch.setattr(rank._closed, "wait", passes)
+    monkeypatch.setattr(rank, "_end", ended)
+    monkeypatch.setattr(rank, "_kill_watched", lambda: None)
+    with pytest.raises(Left):
+        rank._keep_watch()
+    assert 60.25 + heartbeat.HANG_S - 0.5 <= looks[-1] <= 60.25 + heartbeat.HANG_S + 0.5
+    assert len(causes) == 1

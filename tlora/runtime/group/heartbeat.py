@@ -3,7 +3,8 @@
 A launcher such as torchrun sees a process that ends, not one that hangs; the others would wait for
 it in a collective until that times out. Beats go through the store that the ranks met at. Each rank
 looks at one other, so that it costs the same for any number; a rank whose neighbour hangs too is
-looked at by the one before.
+looked at by the one before. Ranks that are stopped together and let go on, as by a container that
+is paused, lose none: time in which a rank itself was away does not count.
 """
 
 import os
@@ -18,7 +19,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from tlora.runtime.group.supervisor import GRACE_S, HANG_S
-from tlora.runtime.listening import BEAT_S
+from tlora.runtime.listening import BEAT_S, Listener
 
 ENDED = "ended"
 BROKEN = "broken"
@@ -82,7 +83,10 @@ class Heartbeat:
             self._seen, self._seen_at = found, self._came
 
     def _keep_watch(self) -> None:
+        listener = Listener()
         while not self._closed.wait(BEAT_S / 4):
+            away = listener.away_s()
+            self._seen_at, self._came = self._seen_at + away, self._came + away
             if self._seen == ENDED:
                 continue
             if self._seen == BROKEN:
