@@ -96,9 +96,10 @@ def held_newcomers(connection, directory, plan, jobs, rank, *more: Any, words: f
     """A job that comes later is held on its way: by rank 1 of two while its data are opened, until
     DIRECTORY/JOB.open exists; by whoever takes it in, until DIRECTORY/JOB.enter does; and no longer
     once it is cancelled. Files JOB.unseen and JOB.spoilt keep it out on rank 1, on either half of
-    its way. Otherwise as `unhurried`."""
+    its way; with JOB.behind rank 1 sees no checkpoint. Otherwise as `unhurried`."""
     from tlora.runtime import arriving
     from tlora.runtime.group.coming import Coming, Newcomers
+    from tlora.runtime.resuming import Resumption
 
     open_data, resumption, dismiss = Newcomers._open, arriving.resumption, Coming.dismiss
 
@@ -113,6 +114,8 @@ def held_newcomers(connection, directory, plan, jobs, rank, *more: Any, words: f
         until((Path(directory) / f"{job.name}.enter").exists)
         if rank == 1 and (Path(directory) / f"{job.name}.spoilt").exists():
             raise OSError("a disk was pulled")
+        if rank == 1 and (Path(directory) / f"{job.name}.behind").exists():
+            return Resumption()
         return resumption(run, job)
 
     def dismissed(self, *about):

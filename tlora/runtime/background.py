@@ -19,5 +19,9 @@ def in_background(work: Callable[[], T], name: str) -> Future[T]:
             # Whatever it is: whoever waits for this one would wait for ever.
             future.set_exception(error)
 
-    threading.Thread(target=carry_out, name=name, daemon=True).start()
+    try:
+        threading.Thread(target=carry_out, name=name, daemon=True).start()
+    except RuntimeError as error:
+        # There are too many threads: whoever waits hears of it.
+        future.set_exception(error)
     return future

@@ -170,7 +170,34 @@ def test_one_that_a_rank_cannot_read_fails_alone(
     result = train(spec, tmp_path, plan, asked)
     assert statuses(result) == {"plain": "completed", "late": "failed"}
     assert result.jobs["late"].reason == reason
-    assert joined(tmp_path) == []
+    assert joined(tmp_path) == [] and ends(tmp_path) == ["late", "plain"]
+
+
+def test_one_that_ranks_see_at_other_steps_fails_alone(
+    spec: RunSpec, tmp_path: Path, asked_for: Callable[[int], None]
+) -> None:
+    """They would train on from different adapters. Its checkpoint stays as it is."""
+    asked_for(3)
+
+    class Resumes(Person):
+        def on_end(self, result) -> None:
+            super().on_end(result)
+            if result.status == "cancelled":
+                (self.root / "late.behind").touch()
+                put(self.root, ("resume", "late", {}))
+
+    engine = replace(spec.engine, isolation="default")
+    first = replace(spec, jobs=spec.jobs[:1], engine=engine)
+    asked = {
+        ("plain", 2): [submit(spec, "late"), "late.open", "late.enter"],
+        ("late", 6): [("cancel", "late", {})],
+    }
+    view = Resumes(tmp_path, asked)
+    result = train_in_group(first, output=tmp_path, plan=SPANNING, progress=view)
+    assert statuses(result) == {"plain": "completed", "late": "failed"}
+    reason = str(result.jobs["late"].reason)
+    assert "ranks do not see the same of it" in reason and "rank 1 step 0" in reason
+    assert list((tmp_path / "late/checkpoints").iterdir())
 
 
 def test_a_group_that_is_stopped_meanwhile_takes_it_in_when_it_goes_on(

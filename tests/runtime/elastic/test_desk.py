@@ -220,3 +220,58 @@ def test_others_leave_while_data_are_prepared(spec: RunSpec, tmp_path: Path) -> 
     desk.serve(floor, now=True)
     assert floor.done == [("dismiss", "a"), ("admit", "c"), ("dismiss", "c"), ("dismiss", "b")]
     assert answers(root) == ["at work: c", None, None, "error: b is at work", None]
+
+
+def test_data_that_are_prepared_while_requests_are_read_are_not_lost(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever was submitted first comes first, and the second after that."""
+    root, floor, ready = tmp_path / "run", Floor(), threading.Event()
+
+    def prepare(jobs) -> dict:
+        assert ready.wait(PATIENCE_S)
+        return {job.name: Prepared for job in jobs}
+
+    desk = opened(root, replace(spec, jobs=spec.jobs[:1]), "a", prepare, in_turns=True)
+    put(root, *(("submit", "", submission(replace(spec, jobs=(job,)))) for job in spec.jobs[1:]))
+    desk.serve(floor)
+    look = Requests.open_requests
+
+    def meanwhile(self):
+        found = look(self)
+        ready.set()
+        desk.wait(PATIENCE_S)
+        return found
+
+    monkeypatch.setattr(Requests, "open_requests", meanwhile)
+    for _ in range(4):
+        desk.serve(floor, now=True)
+        desk.wait(PATIENCE_S)
+    assert floor.done == [("admit", "b"), ("admit", "c")]
+    assert answers(root) == ["at work: b", "at work: c"]
+
+
+def test_nobody_leaves_before_it_has_come(spec: RunSpec, tmp_path: Path) -> None:
+    """A job on record that is submitted again and then cancelled, while another is prepared."""
+    root, floor, ready = tmp_path / "run", Floor(), threading.Event()
+
+    def prepare(jobs) -> dict:
+        assert ready.wait(PATIENCE_S)
+        return {job.name: Prepared for job in jobs}
+
+    desk = opened(root, replace(spec, jobs=spec.jobs[:2]), "a", prepare, in_turns=True)
+    third, second = (replace(spec, jobs=(spec.jobs[at],)) for at in (2, 1))
+    put(
+        root,
+        ("submit", "", submission(third)),
+        ("submit", "", submission(second)),
+        ("cancel", "b", {}),
+    )
+    desk.serve(floor)
+    desk.serve(floor, now=True)
+    assert floor.done == []
+    ready.set()
+    for _ in range(3):
+        desk.wait(PATIENCE_S)
+        desk.serve(floor, now=True)
+    assert floor.done == [("admit", "c"), ("admit", "b"), ("dismiss", "b")]

@@ -3,6 +3,7 @@ that was lost is followed by another one. No process is started here."""
 
 import io
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -28,11 +29,12 @@ from tlora.parallel.counting import Counts
 from tlora.runtime.checking import prepare_jobs
 from tlora.runtime.directory import RunDirectory
 from tlora.runtime.elastic.roll import Again, enrol
-from tlora.runtime.executors.messages import Ended
+from tlora.runtime.executors.messages import Ended, GiveUp, encoded
 from tlora.runtime.executors.worker import no_result
 from tlora.runtime.group import as_rank, rank, running
 from tlora.runtime.group.choosing import fastest_plan
-from tlora.runtime.group.coming import Newcomers
+from tlora.runtime.group.coming import Account, Newcomers, common_problem
+from tlora.runtime.group.floor import GroupFloor
 from tlora.runtime.group.rank import Member
 from tlora.runtime.group.running import train_in_group
 from tlora.runtime.group.whole import Whole
@@ -277,6 +279,36 @@ def test_a_job_that_a_node_does_not_see_fails_alone(
     assert not here._newcomers
 
 
+@pytest.mark.parametrize(
+    ("accounts", "problem"),
+    [
+        ([("", "step 6"), ("", "step 6")], ""),
+        ([("", "step 6"), ("gone (rank 1)", "")], "gone (rank 1)"),
+        (
+            [("", "step 6"), ("", "step 0")],
+            "ranks do not see the same of it: rank 0 step 6, rank 1 step 0; ask for it again",
+        ),
+    ],
+)
+def test_a_job_comes_where_all_ranks_see_the_same_of_it(accounts, problem) -> None:
+    assert common_problem([Account(*each) for each in accounts]) == problem
+
+
+def test_ranks_open_data_as_they_are_now(spec: RunSpec, tmp_path: Path) -> None:
+    """Not as they were when another job was opened on the same file."""
+    rows = tmp_path / "rows.jsonl"
+    lines = Path(spec.jobs[0].data.paths[0]).read_text().splitlines()
+    rows.write_text("\n".join(lines[:4]) + "\n")
+    jobs = tuple(replace(job, data=replace(job.data, path=str(rows))) for job in spec.jobs)
+    (tmp_path / "resolved.yaml").write_text(dump_spec(replace(spec, jobs=jobs)))
+    preparer = Preparer(load_tokenizer(spec.base), cache_dir=tmp_path / "cache")
+    newcomers = Newcomers(tmp_path, preparer)
+    assert len(newcomers._open("one").data.train) == 4
+    assert len(preparer.prepare(jobs[0]).train) == 4
+    rows.write_text("\n".join(lines[:9]) + "\n")
+    assert len(newcomers._open("two").data.train) == 9
+
+
 def test_those_on_their_way_count_where_they_are_to_live(
     spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,8 +322,13 @@ def test_those_on_their_way_count_where_they_are_to_live(
     here.recorder = SimpleNamespace(data_keys={})  # type: ignore[assignment]
     here._newcomers = Newcomers(tmp_path, here._preparer)
     work = here._load("one", 0)
-    other = json.dumps(["", [["busy", work.tokens / 2, work.rank]]])
-    monkeypatch.setattr(rank, "exchange", lambda text, **_: [other, text])
+    busy = [["busy", work.tokens / 2, work.rank]]
+
+    def told(text: str, **_) -> list[str]:
+        account, _ = json.loads(text)
+        return [json.dumps([account, busy]), text]
+
+    monkeypatch.setattr(rank, "exchange", told)
     monkeypatch.setattr(rank, "Arrival", lambda job, *_: f"arrival of {job.name}")
     places = []
     for name in ("one", "two"):
@@ -301,3 +338,52 @@ def test_those_on_their_way_count_where_they_are_to_live(
         here._go_on_with(SimpleNamespace(active={}), coming)  # type: ignore[arg-type]
         places.append(coming.arrival)
     assert places == ["arrival of one", None]
+
+
+def test_jobs_are_dealt_anew_after_what_was_asked_at_the_same_turn(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that asked for it would not ask again, for its job has ended."""
+    here, _, _ = member(spec, tmp_path, LOCAL)
+    here.rank, here.world, here._asked = 1, 2, []
+    here.engine = SimpleNamespace(drain=list)  # type: ignore[assignment]
+    here._newcomers = Newcomers(tmp_path, here._preparer)
+    here._entering_s = math.inf
+    balanced: list[object] = []
+    monkeypatch.setattr(here, "_balance", lambda *_, **__: balanced.append(_))
+    monkeypatch.setattr(here, "_give_up", lambda *_: None)
+    loop = SimpleNamespace(active={}, tell=lambda outcome: None)
+    for commands, put_off in (([GiveUp("x", "a person", "cancelled")], True), ([], False)):
+        here._put_off = False
+        asked = json.dumps([0.0, [], encoded(commands).decode()])
+        monkeypatch.setattr(rank, "exchange", lambda text, asked=asked, **_: [asked, text])
+        here._meet(loop)  # type: ignore[arg-type]
+        assert here._put_off == put_off and len(balanced) == (not put_off)
+
+
+@pytest.mark.parametrize(("unfinished", "stops"), [(["one"], False), ([], True)])
+def test_nobody_waits_for_data_where_ranks_have_work_or_somebody_stops(unfinished, stops) -> None:
+    """They come later, or when the run goes on. Where there is nothing else to do they are waited
+    for."""
+    looks: list[float] = []
+    desk = SimpleNamespace(
+        is_preparing=True,
+        admitted=0,
+        ended=None,
+        begin_again=lambda: None,
+        serve=lambda *_, **__: None,
+        wait=looks.append,
+    )
+    floor = GroupFloor(SimpleNamespace(unfinished=unfinished), desk, {})  # type: ignore[arg-type]
+    floor.begin(lambda: stops)
+    assert looks == []
+    assert not floor.was_asked_for_more(lambda: True)
+    assert looks == []
+
+    def last_look(seconds: float) -> None:
+        looks.append(seconds)
+        desk.is_preparing = len(looks) < 3
+
+    desk.wait = last_look
+    floor.was_asked_for_more(lambda: False)
+    assert len(looks) == 3

@@ -185,14 +185,14 @@ class Desk:
     def _in_turn(self, waiting: list[Request]) -> list[Request]:
         """Those that need not wait for what is being prepared: jobs that leave, of which nothing
         else was asked."""
-        if self._preparing is None or self._preparing.data.done():
+        if self._preparing is None:
             return waiting
         concerned, found = set(self._preparing.jobs), list[Request]()
         for each in waiting:
             if each.kind == "cancel" and each.trial not in concerned:
                 found.append(each)
             else:
-                concerned.add(each.trial)
+                concerned |= _jobs_of(each)
         return found
 
     def _answer(self, request: Request, said: str) -> None:
@@ -248,6 +248,7 @@ class Desk:
             check_proven(jobs, self._proven_ranks)
         if not self._in_turns:
             return then(self._prepare(jobs))
+        assert self._preparing is None, "one after the other"
         data = in_background(lambda: self._prepare(jobs), "data of newcomers")
         self._preparing = _Preparing(request, frozenset(job.name for job in jobs), data, then)
         return None
@@ -308,6 +309,13 @@ class Desk:
 
     def _result(self, name: str) -> JobResult | None:
         return read_result(self.root / name / "result.json")
+
+
+def _jobs_of(request: Request) -> set[str]:
+    """That it is about, as far as it can be read."""
+    jobs = request.body.get("jobs") if request.kind == "submit" else None
+    named = [job.get("name") for job in jobs if isinstance(job, dict)] if jobs else []
+    return {request.trial, *(str(name) for name in named)}
 
 
 def _data_of(prepared: _Preparing) -> dict[str, PreparedData]:

@@ -268,6 +268,7 @@ class Worker:
         # On a full disk whoever leads the run says so.
         with suppress(OSError):
             self.directory.write_result(result)
+        self.directory.event("ended", job=job.name, status=result.status, reason=reason)
         self.tell(Ended(job.name, asdict(result)))
 
     def _detach(self, name: str) -> None:

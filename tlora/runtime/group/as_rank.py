@@ -112,7 +112,7 @@ def train_together(whole: Whole, rank: int, *, fresh: bool, again: Again) -> Run
         goes_on, stops = True, False
         while goes_on:
             if rank == 0:
-                whole.begin_group()
+                whole.begin_group(interrupt)
             dist.barrier()
             whole.look_again()
             jobs = whole.unfinished()
@@ -131,7 +131,7 @@ def train_together(whole: Whole, rank: int, *, fresh: bool, again: Again) -> Run
             if rank == 0:
                 whole.end_notes()
             looks = rank == 0 and bool(jobs) and not stops
-            goes_on = tell_all(looks and whole.floor.was_asked_for_more())
+            goes_on = tell_all(looks and whole.floor.was_asked_for_more(interrupt))
             if goes_on:
                 # The base is loaded once more.
                 gc.collect()

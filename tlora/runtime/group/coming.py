@@ -28,6 +28,14 @@ class Opened(NamedTuple):
     data: PreparedData
 
 
+class Account(NamedTuple):
+    """Of one rank, of a job that is here."""
+
+    problem: str
+    mark: str
+    """What all ranks must see alike: its data, or the step that it goes on from."""
+
+
 class Coming:
     """One job, as one rank sees it."""
 
@@ -65,8 +73,19 @@ class Coming:
         if arrival is not None and self.verdict is not None:
             arrival.dismiss(*self.verdict)
 
-    def problem(self) -> str:
-        """What keeps it from going on, on this rank; it is here."""
+    def account(self, rank: int) -> Account:
+        """It is here."""
+        problem = self._problem()
+        if problem:
+            return Account(f"{problem} (rank {rank})", "")
+        if not self.has_place:
+            return Account("", f"data {self.opening.result().data.key[:8]}")
+        if self.arrival is None:
+            return Account("", "")
+        checkpoint = self.arrival.result().found.checkpoint
+        return Account("", f"step {checkpoint.state.step if checkpoint is not None else 0}")
+
+    def _problem(self) -> str:
         error = self.under_way.exception() if self.under_way is not None else None
         if error is not None:
             what = "out of memory: " if is_out_of_memory(error) else ""
@@ -76,6 +95,18 @@ class Coming:
             # On several nodes, whose views of the directory differ for seconds.
             return "its earlier end is still seen here; ask for it again"
         return ""
+
+
+def common_problem(accounts: Sequence[Account]) -> str:
+    """What keeps the job from going on with all ranks; empty if nothing does."""
+    problems = [each.problem for each in accounts if each.problem]
+    if problems:
+        return problems[0]
+    if len({each.mark for each in accounts}) > 1:
+        # On several nodes, whose views of a directory differ for seconds.
+        seen = ", ".join(f"rank {rank} {each.mark}" for rank, each in enumerate(accounts))
+        return f"ranks do not see the same of it: {seen}; ask for it again"
+    return ""
 
 
 class Newcomers:
@@ -132,4 +163,5 @@ class Newcomers:
             # Another node may see an older file.
             raise SpecError(f"{path} has no such job here")
         with self._preparing:
-            return Opened(job, self._preparer.prepare(job))
+            # Files may have changed since another job was opened on them.
+            return Opened(job, self._preparer.anew().prepare(job))

@@ -1,6 +1,7 @@
 """Where the jobs of a group come and go: what people ask of the run becomes commands that rank 0
 brings to the next agreement of all ranks."""
 
+from collections.abc import Callable
 from contextlib import suppress
 
 from tlora.core.errors import TloraError
@@ -11,7 +12,7 @@ from tlora.runtime.elastic.desk import CANCELLED, Desk
 from tlora.runtime.executors.messages import Admit, Command, GiveUp
 from tlora.runtime.scheduled import Lead
 
-LOOK_S = 1.0
+LOOK_S = 0.2
 """For data of newcomers, at a time."""
 
 
@@ -28,20 +29,20 @@ class GroupFloor:
 
         lead.on_result = desk.ended
 
-    def begin(self) -> None:
+    def begin(self, should_stop: Callable[[], bool]) -> None:
         """Ranks are about to start: whoever joins before they have is one of their jobs from the
-        start."""
+        start. Where they have others, nobody waits for one whose data are being prepared."""
         self._desk.begin_again()
-        self._serve_all()
+        self._serve_all(lambda: should_stop() or bool(self._lead.unfinished))
         asked, self._commands = self._commands, []
         self._commands = [
             each for each in asked if isinstance(each, GiveUp) and not self._has_left(each.job)
         ]
         self._admitted = self._desk.admitted
 
-    def was_asked_for_more(self) -> bool:
+    def was_asked_for_more(self, should_stop: Callable[[], bool]) -> bool:
         """Of ranks that have come to their end: perhaps just before they could hear of it."""
-        self._serve_all()
+        self._serve_all(should_stop)
         return self._desk.admitted > self._admitted
 
     def commands(self) -> list[Command]:
@@ -60,10 +61,10 @@ class GroupFloor:
     def close(self) -> None:
         self._desk.close()
 
-    def _serve_all(self) -> None:
-        """Where no rank is at work meanwhile."""
+    def _serve_all(self, is_enough: Callable[[], bool]) -> None:
+        """What is being prepared too, where no rank is at work meanwhile."""
         self._desk.serve(self, now=True)
-        while self._desk.is_preparing:
+        while self._desk.is_preparing and not is_enough():
             self._desk.wait(LOOK_S)
             self._desk.serve(self, now=True)
 

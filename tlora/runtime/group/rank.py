@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -47,7 +47,7 @@ from tlora.runtime.executors.messages import (
     encoded,
 )
 from tlora.runtime.executors.worker import Tell, ToldProgress, no_result
-from tlora.runtime.group.coming import Coming, Newcomers
+from tlora.runtime.group.coming import Account, Coming, Newcomers, common_problem
 from tlora.runtime.group.figures import Figures
 from tlora.runtime.group.plans import spans
 from tlora.runtime.group.records import GroupDirectory, OwnJobs
@@ -69,7 +69,7 @@ asked."""
 BEARABLE = (TloraError, OSError, ValueError, RuntimeError, MemoryError)
 """What one job may fail of on its way in, alone: no room for it, say."""
 
-REST_S = 0.05
+REST_S = 0.02
 """Where all wait for a job on its way, between two agreements."""
 
 
@@ -352,7 +352,9 @@ class Member:
                     self._give_up(loop, command)
                 case _:
                     raise AssertionError(f"{command} is for workers")
-        if not commands and not self._newcomers:
+        if commands or self._newcomers:
+            self._put_off = True
+        else:
             self._balance(loop, *_by_rank(held), move_cost=max(costs))
 
     def _loads(self, loop: GroupLoop) -> list[_Told]:
@@ -363,7 +365,15 @@ class Member:
     def _loads_coming(self) -> list[_Told]:
         """Of those that it is about to take in."""
         names = [each.name for each in self._newcomers if each.arrival is not None]
-        return self._told_loads({name: saved_steps(self.directory, name) for name in names})
+        return self._told_loads({name: self._saved_steps(name) for name in names})
+
+    def _saved_steps(self, name: str) -> int:
+        """As far as this node sees them: where its load counts a little too much, nothing is
+        lost."""
+        try:
+            return saved_steps(self.directory, name)
+        except (OSError, ValueError):
+            return 0
 
     def _told_loads(self, steps: dict[str, int]) -> list[_Told]:
         loads = [self._load(*each) for each in steps.items() if not spans(self.plan, each[0])]
@@ -381,13 +391,14 @@ class Member:
         """A job that spans ranks comes to each, another one to whoever has the least to do; one
         that was cancelled on its way to rank 0, which keeps what there is of it."""
         name = coming.name
-        text = json.dumps([self._problem(coming), self._loads(loop) + self._loads_coming()])
+        loads = self._loads(loop) + self._loads_coming()
+        text = json.dumps([coming.account(self.rank), loads])
         texts = exchange(text, counts=self.counts, purpose=Purpose.MOVING)
         told = [json.loads(each) for each in texts]
-        problems = [problem for problem, _ in told if problem]
-        if problems:
+        problem = common_problem([Account(*account) for account, _ in told])
+        if problem:
             self._newcomers.remove(name)
-            self._refuse(name, problems[0])
+            self._refuse(coming, problem)
             return
         self.specs[name], self.data[name] = coming.opening.result()
         self.recorder.data_keys[name] = self.data[name].key
@@ -401,14 +412,19 @@ class Member:
 
     def _attach_newcomer(self, loop: GroupLoop, coming: Coming) -> None:
         name, arrival, wanted = coming.name, coming.arrival, coming.verdict is None
-        problems = [self._problem(coming)]
+        accounts = [coming.account(self.rank)]
         if wanted and spans(self.plan, name):
             # One that cannot come here comes nowhere.
-            problems = exchange(problems[0], counts=self.counts)
+            texts = exchange(json.dumps(accounts[0]), counts=self.counts)
+            accounts = [Account(*json.loads(text)) for text in texts]
         if arrival is None:
             return
-        if any(problems):
-            self._fail(self._driver(name), next(filter(None, problems)))
+        problem = common_problem(accounts)
+        if problem and not wanted:
+            self._refuse(coming, problem)
+            return
+        if problem:
+            self._fail(self._driver(name), problem)
             return
         for outcome in self.engine.drain():
             loop.tell(outcome)
@@ -433,22 +449,24 @@ class Member:
         except BEARABLE as error:
             self._fail(driver, error.message if isinstance(error, JobFailed) else str(error))
 
-    def _problem(self, coming: Coming) -> str:
-        problem = coming.problem()
-        return f"{problem} (rank {self.rank})" if problem else ""
-
     def _driver(self, name: str) -> JobDriver:
         return JobDriver(self.specs[name], self.data[name].train, self.data[name].evaluation)
 
-    def _refuse(self, name: str, reason: str) -> None:
-        """A job that cannot come; nobody else is touched by it."""
+    def _refuse(self, coming: Coming, reason: str) -> None:
+        """A job that cannot come; nobody else is touched by it. One that was cancelled on its way
+        is as it was."""
         if self.rank != 0:
             return
-        result = no_result(name, reason)
+        result = no_result(coming.name, reason)
+        if coming.verdict is not None:
+            status, reason = coming.verdict
+            steps = self._saved_steps(coming.name)
+            result = replace(result, status=status.value, reason=reason, steps=steps)
         # On a full disk whoever leads the run says so.
         with suppress(OSError):
             self.directory.write_result(result)
-        self.tell(Ended(name, asdict(result)))
+        self.directory.event("ended", job=result.job, status=result.status, reason=result.reason)
+        self.tell(Ended(result.job, asdict(result)))
 
     def _give_up(self, loop: GroupLoop, command: GiveUp) -> None:
         """On all ranks: with its state, so that it can go on from here."""

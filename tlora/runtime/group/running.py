@@ -44,7 +44,7 @@ def train_in_group(
         with using_threads(threads):
             whole.begin(fresh=fresh, again=again)
         with interruptible(on_first=progress.on_interrupt) as interrupt:
-            while whole.begin_group() and not interrupt():
+            while whole.begin_group(interrupt) and not interrupt():
                 current = whole.plan
                 progress.say(f"{current.gpus} rank{'s' * (current.gpus > 1)}: {current}")
                 ranks = Ranks(
@@ -60,7 +60,7 @@ def train_in_group(
                     ranks.close()
                 if loss is not None:
                     whole.follow(str(loss), profile)
-                elif not whole.floor.was_asked_for_more():
+                elif not whole.floor.was_asked_for_more(interrupt):
                     break
             stopped = interrupt.asked and bool(whole.unfinished())
         return whole.finish(interrupted=stopped)

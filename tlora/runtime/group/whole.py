@@ -2,6 +2,7 @@
 is heard meanwhile, what is done when a rank is lost, and what is left in the end."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +107,11 @@ class Whole:
         desk = opening.desk(self._lead.unfinished, shape, self.device, self.progress, in_turns=True)
         self._floor = GroupFloor(self._lead, desk, targets)
 
-    def begin_group(self) -> bool:
+    def begin_group(self, should_stop: Callable[[], bool] = lambda: False) -> bool:
         """Ranks are about to start: whether there is anything for them to do."""
         # Of ranks that have come to their end before.
         self._ranks.clear()
-        self.floor.begin()
+        self.floor.begin(should_stop)
         return bool(self.unfinished())
 
     def look_again(self) -> None:
