@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from tlora.core.errors import SpecError
 from tlora.core.job import RunSpec
 from tlora.core.plan import Plan
 from tlora.costs.plans import PlanPrice
-from tlora.data.prepare import Preparer
+from tlora.data.prepare import PreparedData, Preparer
 from tlora.model.loading import load_shape, load_tokenizer
 from tlora.model.targets import find_targets
 from tlora.parallel.counting import Counts
@@ -33,7 +34,7 @@ from tlora.runtime.executors.messages import Ended, GiveUp, encoded
 from tlora.runtime.executors.worker import no_result
 from tlora.runtime.group import as_rank, rank, running
 from tlora.runtime.group.choosing import fastest_plan
-from tlora.runtime.group.coming import Account, Newcomers, common_problem
+from tlora.runtime.group.coming import Account, Coming, Newcomers, Opened, common_problem
 from tlora.runtime.group.floor import GroupFloor
 from tlora.runtime.group.rank import Member
 from tlora.runtime.group.running import train_in_group
@@ -292,6 +293,22 @@ def test_a_job_that_a_node_does_not_see_fails_alone(
 )
 def test_a_job_comes_where_all_ranks_see_the_same_of_it(accounts, problem) -> None:
     assert common_problem([Account(*each) for each in accounts]) == problem
+
+
+def test_what_is_held_out_must_be_the_same_on_all_ranks_too(spec: RunSpec) -> None:
+    def opened(key: str) -> Coming:
+        future: Future[Opened] = Future()
+        data = PreparedData(train=[], evaluation=None, report=None, key=key)  # type: ignore[arg-type]
+        future.set_result(Opened(spec.jobs[0], data))
+        return Coming("one", future)
+
+    train, held_out = "a" * 64, "b" * 64
+    same = [opened(f"{train}:{held_out}").account(rank) for rank in (0, 1)]
+    assert common_problem(same) == ""
+    other = opened(f"{train}:{'c' * 64}").account(1)
+    assert common_problem([same[0], other]).startswith(
+        "ranks do not see the same of it: rank 0 data"
+    )
 
 
 def test_ranks_open_data_as_they_are_now(spec: RunSpec, tmp_path: Path) -> None:

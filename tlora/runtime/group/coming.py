@@ -6,6 +6,7 @@ that is done everywhere it is attached. Both are done by threads; when one is th
 is told by the control element (parallel/lock_step.py), so that all go on with it at the same turn.
 """
 
+import hashlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -79,7 +80,8 @@ class Coming:
         if problem:
             return Account(f"{problem} (rank {rank})", "")
         if not self.has_place:
-            return Account("", f"data {self.opening.result().data.key[:8]}")
+            key = self.opening.result().data.key.encode()
+            return Account("", f"data {hashlib.sha256(key).hexdigest()[:12]}")
         if self.arrival is None:
             return Account("", "")
         checkpoint = self.arrival.result().found.checkpoint
