@@ -4,6 +4,7 @@ import select
 import time
 from pathlib import Path
 
+from tlora.runtime.arriving import Arrivals
 from tlora.runtime.executors import processes
 from tlora.runtime.executors.messages import GiveUp, Stepped
 from tlora.runtime.executors.worker import Worker
@@ -21,14 +22,24 @@ NEEDS_ALL = "two-01"
 
 
 def without_memory(*arguments) -> None:
-    attach = Engine.attach
+    """Who needs all of it comes after those that are on their way with it, however fast their
+    threads are."""
+    attach, take = Engine.attach, Arrivals.take
+
+    def others_first(self):
+        held = self._coming.pop(NEEDS_ALL) if NEEDS_ALL in self and len(self) > 1 else None
+        try:
+            return take(self)
+        finally:
+            if held is not None:
+                self._coming[NEEDS_ALL] = held
 
     def full(self, name, *args, **options):
         if name == TOO_LARGE or (name == NEEDS_ALL and self.jobs):
             raise MemoryError("no room for its rows")
         return attach(self, name, *args, **options)
 
-    Engine.attach = full
+    Engine.attach, Arrivals.take = full, others_first
     serve(*arguments)
 
 

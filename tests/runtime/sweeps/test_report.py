@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -172,25 +173,27 @@ def test_the_report_of_a_sweep_is_drawn_in_a_browser(page: Path, tmp_path: Path)
     assert 'class="course"' in figures["course"] and figures["saving"].count("<rect") == 7
 
 
-def test_what_is_not_trained_yet_is_not_called_saved():
-    """In the report and in the closing lines of a sweep that was stopped."""
-    over, stopped = (headlines({**STUDY, "over": each}) for each in (True, False))
-    assert ("saved by early exit", "30%") in [(each.label, each.figure) for each in over]
-    assert "saved by early exit" not in [each.label for each in stopped]
-    assert "trained so far" in [each.label for each in stopped]
-    study = Study(
+def study_of(**figures: Any) -> Study:
+    return Study(
         output=Path("run"),
         trials=[],
         best=None,
         metric="eval_loss",
         mode="min",
         method="alto",
-        tokens_spent=10,
-        tokens_full=40,
-        tokens_given_up=30,
         wall_s=1.0,
-        interrupted=True,
-        over=False,
+        **figures,
+    )
+
+
+def test_what_is_not_trained_yet_is_not_called_saved():
+    """In the report and in the closing lines of a sweep that was stopped."""
+    over, stopped = (headlines({**STUDY, "over": each}) for each in (True, False))
+    assert ("saved by early exit", "30%") in [(each.label, each.figure) for each in over]
+    assert "saved by early exit" not in [each.label for each in stopped]
+    assert "trained so far" in [each.label for each in stopped]
+    study = study_of(
+        tokens_spent=10, tokens_full=40, tokens_given_up=30, interrupted=True, over=False
     )
     assert "10 tokens trained of 40" in closing_lines(study)
     done = replace(study, interrupted=False, over=True)
@@ -199,18 +202,7 @@ def test_what_is_not_trained_yet_is_not_called_saved():
 
 def test_what_failures_and_stops_left_is_not_called_saved_by_early_exit():
     """Of 300 tokens 70 were trained; rules left 90, and the others 140."""
-    study = Study(
-        output=Path("run"),
-        trials=[],
-        best=None,
-        metric="eval_loss",
-        mode="min",
-        method="alto",
-        tokens_spent=70,
-        tokens_full=300,
-        tokens_given_up=90,
-        wall_s=1.0,
-    )
+    study = study_of(tokens_spent=70, tokens_full=300, tokens_given_up=90)
     told = "early exit saved 30%, and 47% was left by trials that failed or were stopped"
     assert f"70 tokens trained of 300: {told}" in closing_lines(study)
     assert study.as_json()["saved_by_exit"] == 0.3

@@ -39,7 +39,7 @@ from tlora.runtime.executors.messages import (
 )
 from tlora.runtime.executors.worker import Worker, WorkerSettings
 from tlora.runtime.fork_server import fork_server
-from tlora.runtime.listening import BEAT_S, LastHeard, Listener
+from tlora.runtime.listening import LastHeard, Listener, Voice
 
 FLUSH_S = 0.1
 """Steps and the like are sent together, no later than this."""
@@ -279,14 +279,13 @@ def _copied_lock(copy: Any) -> _Lock:
 
 
 class _Outbox:
-    """To the leader, which hears from it once a second whatever the worker is about."""
+    """To the leader."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._lock = threading.Lock()
+        # Not raised: an error in the middle of training has jobs saved.
+        self._voice = Voice(connection, end_without_leader)
         self._waiting: list[Message] = []
         self._flushed = time.monotonic()
-        threading.Thread(target=self._beat, daemon=True).start()
 
     def put(self, message: Message) -> None:
         self._waiting.append(message)
@@ -295,19 +294,6 @@ class _Outbox:
 
     def flush(self) -> None:
         if self._waiting:
-            self._write(encoded(self._waiting))
+            self._voice.write(encoded(self._waiting))
             self._waiting.clear()
         self._flushed = time.monotonic()
-
-    def _beat(self) -> None:
-        while True:
-            self._write(b"")
-            time.sleep(BEAT_S)
-
-    def _write(self, data: bytes) -> None:
-        try:
-            with self._lock:
-                self._connection.send_bytes(data)
-        except (BrokenPipeError, ConnectionResetError):
-            # Not raised: an error in the middle of training has jobs saved.
-            end_without_leader()

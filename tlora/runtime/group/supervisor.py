@@ -8,7 +8,6 @@ their jobs get a few seconds for it.
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,7 +29,7 @@ from tlora.runtime.executors.messages import (
 )
 from tlora.runtime.fork_server import fork_server
 from tlora.runtime.group.plans import plan_as_json
-from tlora.runtime.listening import BEAT_S, LastHeard, Listener
+from tlora.runtime.listening import LastHeard, Listener, Voice
 
 HANG_S = 6.0
 """Without a beat for so long a rank is taken for lost."""
@@ -207,11 +206,11 @@ class _Line:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._lock = threading.Lock()
-        threading.Thread(target=self._beat, daemon=True).start()
+        # Somebody else may lead the run by now: leave its files alone.
+        self._voice = Voice(connection, lambda: os._exit(1))
 
     def send(self, message: Message) -> None:
-        self._write(encoded([message]))
+        self._voice.write(encoded([message]))
 
     def commands(self) -> list[Command]:
         """That have come since the last time."""
@@ -222,19 +221,6 @@ class _Line:
         except (EOFError, OSError):
             os._exit(1)
         return found
-
-    def _beat(self) -> None:
-        while True:
-            self._write(b"")
-            time.sleep(BEAT_S)
-
-    def _write(self, data: bytes) -> None:
-        try:
-            with self._lock:
-                self._connection.send_bytes(data)
-        except OSError:
-            # Somebody else may lead the run by now: leave its files alone.
-            os._exit(1)
 
 
 def serve(
