@@ -66,6 +66,15 @@ def test_a_name_that_there_is_not_is_refused_on_one_device_too(
     assert len(runtime.calls) == 1
 
 
+def test_a_plan_has_no_policy(job_file, runtime, tlora_command, capsys) -> None:
+    """Nothing is read or trained."""
+    for plan in ("plan.yaml", "auto"):
+        assert tlora_command("train", "jobs.yaml", "--plan", plan, "--policy", "solo") == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert "--policy: is for workers, and --plan trains one group" in said
+    assert not runtime.calls
+
+
 @pytest.mark.parametrize("verb", ["train", "tune", "demo"])
 def test_an_output_without_a_name_is_refused(verb, job_file, runtime, tlora_command, capsys):
     """As of a shell's variable that is not set: it would be the current directory."""

@@ -86,6 +86,10 @@ def train(
     from tlora.config import load_spec
     from tlora.runtime.elastic.roll import TLORA, Again, with_submitted
 
+    if plan is not None and policy != DEFAULT_POLICY:
+        raise SpecError(
+            "is for workers, and --plan trains one group: leave one of them out", field="--policy"
+        )
     overrides = [*(override or ()), *([f"engine.isolation={isolation}"] if isolation else ())]
     spec = load_spec(file, overrides)
     folder = output or Path("runs") / file.stem
