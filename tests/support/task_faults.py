@@ -127,7 +127,7 @@ def waits_to_be_left(connection, directory, *arguments) -> None:
             and not left.exists()
         ):
             self.flush()
-            self._connection.poll(0.25)
+            connection.poll(0.25)
 
     def obeying(self, command):
         if isinstance(command, GiveUp):
