@@ -132,13 +132,14 @@ def test_the_others_train_while_one_is_on_its_way(
 
 
 @PLANS
-@pytest.mark.parametrize("where", ["open", "enter"])
+@pytest.mark.parametrize("where", ["open", "enter", "spoilt"])
 def test_one_that_is_cancelled_on_its_way_is_never_attached(
     where: str, plan: Plan, spec: RunSpec, tmp_path: Path, asked_for: Callable[[int], None]
 ) -> None:
-    """On either half of it. The others notice nothing."""
+    """On either half of it, also where the rank that was to take it in cannot read it. The others
+    notice nothing."""
     asked_for(2)
-    before = [] if where == "open" else ["late.open"]
+    before = {"open": [], "enter": ["late.open"], "spoilt": ["late.open", "late.spoilt"]}[where]
     asked = {
         ("plain", 2): [submit(spec, "late"), *before],
         ("plain", 9): [("cancel", "late", {})],

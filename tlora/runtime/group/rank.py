@@ -398,7 +398,8 @@ class Member:
         problem = common_problem([Account(*account) for account, _ in told])
         if problem:
             self._newcomers.remove(name)
-            self._refuse(coming, problem)
+            if self.rank == 0:
+                self._refuse(coming, problem)
             return
         self.specs[name], self.data[name] = coming.opening.result()
         self.recorder.data_keys[name] = self.data[name].key
@@ -421,7 +422,8 @@ class Member:
             return
         problem = common_problem(accounts)
         if problem and not wanted:
-            self._refuse(coming, problem)
+            if self._records(name):
+                self._refuse(coming, problem)
             return
         if problem:
             self._fail(self._driver(name), problem)
@@ -453,10 +455,8 @@ class Member:
         return JobDriver(self.specs[name], self.data[name].train, self.data[name].evaluation)
 
     def _refuse(self, coming: Coming, reason: str) -> None:
-        """A job that cannot come; nobody else is touched by it. One that was cancelled on its way
-        is as it was."""
-        if self.rank != 0:
-            return
+        """By one rank: a job that cannot come, and nobody else is touched by it. One that was
+        cancelled on its way is as it was."""
         result = no_result(coming.name, reason)
         if coming.verdict is not None:
             status, reason = coming.verdict
