@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 from tlora.core.errors import ModelError
 from tlora.kernels import row_tiles
 from tlora.kernels.multi_lora import Ways, multi_lora
+from tlora.kernels.multi_lora.proving import prove_kernels, proven_ways
 from tlora.kernels.multi_lora.routes import inside_ways, operand_dtype
 from tlora.model.compiling import in_shards
 from tlora.model.pool import GroupPool
@@ -131,6 +132,7 @@ def replace_linears(
     # Where bits count: whether a block of tokens is too crowded for it depends on the neighbours.
     # In shards: a weight may begin anywhere in what was gathered, where nothing can be copied from.
     apart = routing.per_sequence or in_shards(model)
+    _prove_kernels(model, grouped, targets, routing.device)
     groups = []
     for paths in grouped:
         linears = [cast(Linear, model.get_submodule(path)) for path in paths]
@@ -144,6 +146,23 @@ def replace_linears(
             model.set_submodule(path, LoraLinear(linear, index, group))
     _check_formats(model, [group.pool for group in groups])
     return groups
+
+
+def _prove_kernels(
+    model: PreTrainedModel,
+    grouped: list[list[str]],
+    targets: dict[str, Target],
+    device: torch.device,
+) -> None:
+    """Before any pool relies on them."""
+    if grouped:
+        first = cast(Linear, model.get_submodule(grouped[0][0]))
+        shapes = {_shape([targets[path] for path in paths]) for paths in grouped}
+        prove_kernels(device, first.weight.dtype, shapes)
+
+
+def _shape(targets: list[Target]) -> tuple[int, tuple[int, ...]]:
+    return targets[0].in_features, tuple(target.out_features for target in targets)
 
 
 def _check_formats(model: PreTrainedModel, pools: list[GroupPool]) -> None:
@@ -161,8 +180,9 @@ def _inside(
     linears: list[Linear], targets: list[Target], device: torch.device, operands: torch.dtype
 ) -> Ways:
     """Which products of these linears may take the adapters' update."""
-    outs = tuple(target.out_features for target in targets)
-    ways = inside_ways(device, operands, targets[0].in_features, outs)
+    into, outs = shape = _shape(targets)
+    ways = inside_ways(device, operands, into, outs)
     # Nothing adds a bias there.
     biased = any(linear.bias is not None for linear in linears)
-    return tuple(way for way in ways if way == "backward" or not biased)
+    able: Ways = tuple(way for way in ways if way == "backward" or not biased)
+    return proven_ways(device, operands, shape, able)

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tlora.core.errors import SpecError
 from tlora.kernels import row_tiles
-from tlora.kernels.multi_lora.routes import MOST_LINEARS, triton_serves
+from tlora.kernels.multi_lora.routes import kernels_serve
 from tlora.kernels.row_tiles import TILE_ROWS
 from tlora.model.head import PlainHead
 from tlora.model.linear import Linear, SharedInput, TiledLinear
@@ -185,8 +185,8 @@ def _group_product(group: SharedInput) -> Product:
     def use_tiles(tile_rows: int) -> None:
         group.tile_rows = tile_rows
 
-    # Where Triton serves, adapters come first and the products are added to them.
-    added = triton_serves(weights[0].device) and len(weights) <= MOST_LINEARS
+    # Where kernels serve, adapters come first and the products are added to them.
+    added = kernels_serve(weights[0].device, len(weights))
     return Product(
         name=f"{into} to {' + '.join(map(str, outs))}",
         signature=("group", _signature(weights, group.biases)),

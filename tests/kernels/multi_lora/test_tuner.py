@@ -267,7 +267,7 @@ def test_without_a_cuda_device_nothing_happens(nothing_settled, caplog):
 
 def test_it_runs_when_it_is_asked_for(monkeypatch, nothing_settled):
     """Otherwise not even the device is asked for its name."""
-    monkeypatch.setattr(settling, "triton_serves", lambda _: pytest.fail("asked"))
+    monkeypatch.setattr(settling, "kernels_serve", lambda *_: pytest.fail("asked"))
     device = torch.device("cuda", 0)
     monkeypatch.delenv("TLORA_TUNE_KERNELS", raising=False)
     settling.settle_kernels(device, torch.float16, [(64, (64,))])

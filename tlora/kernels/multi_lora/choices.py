@@ -1,5 +1,6 @@
 """The file in which a device's choices are kept: one per device, kernel sources, versions of torch
-and of Triton, in `kernels` of tlora's cache directory.
+and of Triton, in `kernels` of tlora's cache directory. Another says what was seen to be right there
+(proving.py).
 
 Whoever writes replaces the whole file at once, so two processes do each other no harm but that one
 may time again what the other has timed.
@@ -13,6 +14,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from tlora.kernels.multi_lora.devices import Choice
 
@@ -46,15 +48,20 @@ def read(folder: Path, key: Key) -> dict[str, Choice]:
     """What is known; nothing if there is no file or it is not one of ours."""
     path = path_of(folder, key)
     try:
-        content = json.loads(path.read_text("utf-8"))
-        if content["key"] != dict(key):
-            raise ValueError("it is for another device or version")
-        return {str(name): _choice(values) for name, values in content["choices"].items()}
+        found = _read(path, key, "choices")
+        return {str(name): _choice(values) for name, values in found.items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         logger.warning("%s is not used: %s", path, error)
         return {}
+
+
+def _read(path: Path, key: Key, field: str) -> Any:
+    content = json.loads(path.read_text("utf-8"))
+    if content["key"] != dict(key):
+        raise ValueError("it is for another device or version")
+    return content[field]
 
 
 def _choice(values: Mapping[str, object]) -> Choice:
@@ -85,7 +92,11 @@ def write(folder: Path, key: Key, choices: Mapping[str, Choice]) -> None:
         "key": dict(key),
         "choices": {name: asdict(choice) for name, choice in sorted(together.items())},
     }
-    handle, new = tempfile.mkstemp(dir=folder, suffix=".new")
+    _replace(path, content)
+
+
+def _replace(path: Path, content: Mapping[str, object]) -> None:
+    handle, new = tempfile.mkstemp(dir=path.parent, suffix=".new")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(content, file, indent=1)
@@ -93,3 +104,29 @@ def write(folder: Path, key: Key, choices: Mapping[str, Choice]) -> None:
     except BaseException:
         Path(new).unlink(missing_ok=True)
         raise
+
+
+def read_proven(folder: Path, key: Key) -> frozenset[str]:
+    """The names of what was seen to be right; nothing if there is no such file."""
+    path = _proven_path(folder, key)
+    try:
+        found = _read(path, key, "proven")
+        if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+            raise ValueError("it holds no names")
+        return frozenset(found)
+    except FileNotFoundError:
+        return frozenset()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("%s is not used: %s", path, error)
+        return frozenset()
+
+
+def write_proven(folder: Path, key: Key, name: str) -> None:
+    """One more; where nothing can be written, it is seen again at the next start."""
+    names = sorted(read_proven(folder, key) | {name})
+    if can_write(folder):
+        _replace(_proven_path(folder, key), {"key": dict(key), "proven": names})
+
+
+def _proven_path(folder: Path, key: Key) -> Path:
+    return path_of(folder, key).with_suffix(".proven.json")

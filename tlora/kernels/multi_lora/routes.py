@@ -92,12 +92,25 @@ def triton_serves(device: torch.device) -> bool:
     return (device.type == "cuda" or interpreted) and find_spec("triton") is not None
 
 
+_refused: set[torch.device] = set()
+"""Where the kernels were seen to be wrong (proving.py)."""
+
+
+def refuse_kernels(device: torch.device) -> None:
+    """Plain products serve there from here on."""
+    _refused.add(device)
+
+
+def kernels_serve(device: torch.device, num_linears: int) -> bool:
+    """A group of so many linears."""
+    return num_linears <= MOST_LINEARS and triton_serves(device) and device not in _refused
+
+
 def operand_dtype(device: torch.device, weights: torch.dtype, num_linears: int) -> torch.dtype:
     """Of the A and B that a group is given: kernels that cast every tile to half precision read
     half the bytes if it is done before."""
     half = weights in (torch.bfloat16, torch.float16) and device.type == "cuda"
-    served = triton_serves(device) and num_linears <= MOST_LINEARS
-    return weights if half and served else torch.float32
+    return weights if half and kernels_serve(device, num_linears) else torch.float32
 
 
 def update_inside() -> Literal["none", "measured", "all"]:
@@ -136,8 +149,7 @@ class Routes:
     def write(self, group: Group, segments: list[Segment], num_tokens: int) -> Route:
         # With no adapter in it a nano-batch is frozen products and nothing else. Where jobs are
         # attached and have no tokens, compiled code stays the one that it was.
-        fits = group.max_rank > 0 and len(group.out_features) <= MOST_LINEARS
-        if fits and triton_serves(self.device):
+        if group.max_rank > 0 and kernels_serve(self.device, len(group.out_features)):
             return self._write_blocks(group, segments, num_tokens)
         return self._write_table(group, segments)
 

@@ -9,16 +9,17 @@ from collections.abc import Iterable
 import torch
 
 from tlora.kernels.multi_lora import choices, devices, tuner
-from tlora.kernels.multi_lora.routes import MOST_LINEARS, operand_dtype, triton_serves
+from tlora.kernels.multi_lora.routes import kernels_serve, operand_dtype
 from tlora.kernels.multi_lora.tuner import GroupShape
 
 
 def settle_kernels(device: torch.device, dtype: torch.dtype, groups: Iterable[GroupShape]) -> None:
     """Fix the settings for a model whose linears have this format and, group by group, these
     (in, out) features. What is settled stays."""
-    served = [group for group in groups if len(group[1]) <= MOST_LINEARS]
-    asked = os.environ.get("TLORA_TUNE_KERNELS") == "1"
-    if not asked or not served or device.type != "cuda" or not triton_serves(device):
+    if os.environ.get("TLORA_TUNE_KERNELS") != "1" or device.type != "cuda":
+        return
+    served = [group for group in groups if kernels_serve(device, len(group[1]))]
+    if not served:
         return
     # Imported where it runs: a machine without a GPU need not have Triton.
     from tlora.kernels.multi_lora import trials
