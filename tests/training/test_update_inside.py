@@ -5,6 +5,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -150,3 +151,65 @@ def test_copies_that_hold_what_is_no_number_would_show(monkeypatch):
     monkeypatch.setattr(optimiser, "step_jobs", copied)
     there, _ = beside_a_wild_one(monkeypatch)
     assert any(job.failure is not None for job in there)
+
+
+@pytest.fixture
+def proving(monkeypatch: pytest.MonkeyPatch, tmp_path) -> ModuleType:
+    """Asked of this device as of a GPU, in a process that knows nothing yet."""
+    from tlora.kernels.multi_lora import proving, settling
+
+    monkeypatch.setenv("TLORA_CACHE", str(tmp_path))
+    monkeypatch.setattr(proving, "_is_asked", lambda device: True)
+    monkeypatch.setattr(settling, "key_of", lambda device: {"device": "this"})
+    proving._proven_ways.cache_clear()
+    return proving
+
+
+@interpreted
+def test_products_that_are_right_take_it(monkeypatch, proving, products, caplog):
+    monkeypatch.setattr(linear, "prove_kernels", lambda *_: None)
+    trained(monkeypatch, "all", jobs([2]), b=0.3)
+    assert products and not caplog.records
+
+
+@interpreted
+def test_products_that_are_wrong_do_not_and_jobs_train(monkeypatch, proving, caplog):
+    """Wrong by one token of many."""
+    from tlora.kernels.multi_lora import triton_product
+
+    product = triton_product.product
+
+    def wrong(*arguments, **options):
+        product(*arguments, **options)
+        arguments[0][-1] = 0
+
+    usual, there = jobs([2]), jobs([2])
+    wanted = trained(monkeypatch, "0", usual, b=0.3)
+    monkeypatch.setattr(triton_product, "product", wrong)
+    monkeypatch.setattr(linear, "prove_kernels", lambda *_: None)
+    found = trained(monkeypatch, "all", there, b=0.3)
+    assert all(distance(*pair) == 0.0 for pair in zip(found, wanted, strict=True))
+    # q, k and v; o; gate and up; down.
+    assert caplog.text.count("do not take the adapters' update inside on this device") == 4
+
+
+@interpreted
+def test_kernels_that_are_wrong_are_not_used_and_jobs_train(monkeypatch, proving, caplog, tmp_path):
+    """By plain products, whose adapters are in float32."""
+    from tlora.kernels.multi_lora import routes, triton_forward
+
+    wanted = trained(monkeypatch, "0", jobs([2]), b=0.3)
+    expand = triton_forward.expand
+
+    def wrong(out, *arguments, **options):
+        expand(out, *arguments, **options)
+        out[0][-1] = 0
+
+    monkeypatch.setattr(triton_forward, "expand", wrong)
+    monkeypatch.setattr(routes, "_refused", set())
+    # The first run has left word that they are right.
+    monkeypatch.setenv("TLORA_CACHE", str(tmp_path / "other"))
+    monkeypatch.setattr(linear, "operand_dtype", routes.operand_dtype)
+    found = trained(monkeypatch, "all", jobs([2]), b=0.3)
+    assert "kernels are wrong on this device and are not used" in caplog.text
+    assert all(each < NOISE for each in map(distance, found, wanted))
