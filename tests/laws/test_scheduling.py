@@ -11,8 +11,8 @@ from support.scheduling import Run, costs_of, request
 
 from tlora.control.replay import replay
 from tlora.core.cluster import uniform_cluster
-from tlora.core.decision import Join, Reasons
-from tlora.core.event import Arrival, Event, GpuFailure, GpuRepair, Straggler
+from tlora.core.decision import Join, Reasons, Refuse
+from tlora.core.event import Arrival, Event, GpuFailure, GpuRepair, JobFailure, Straggler
 from tlora.core.request import JobRequest
 from tlora.core.state import State
 from tlora.schedule import POLICIES, make_policy
@@ -102,6 +102,64 @@ def test_the_laws_are_able_to_refuse() -> None:
     state.happen(Arrival(0.0, huge))
     join = Join(job="huge", group="g0", weight=1.0, reasons=Reasons(why="to see"))
     assert any("memory" in each for each in broken_laws(state, [join], costs))
+
+
+def test_the_laws_see_a_stall_and_a_refusal_without_need() -> None:
+    """Where nothing runs though a job could, on what is up; or one is sent away that the whole
+    cluster has room for."""
+    cluster = uniform_cluster(3)
+    costs = costs_of(cluster)
+    state = State(cluster)
+    state.happen(GpuFailure(0.0, (0,), "lost"))
+    state.happen(Arrival(0.0, TOO_WIDE))
+    assert broken_laws(state, [], costs) == []
+    refuse = Refuse(job="wide", reasons=Reasons(why="to see"))
+    assert any("is refused" in each for each in broken_laws(state, [refuse], costs))
+    state.happen(Arrival(0.0, request("a")))
+    assert any("a waits" in each for each in broken_laws(state, [], costs))
+    state.happen(GpuRepair(0.0, (0,)))
+    for bounds in (True, False):
+        found = broken_laws(state, [], costs, bounds=bounds)
+        assert any("wide waits" in each for each in found)
+
+
+TOO_WIDE = request("wide", batch=6, length=3551, gpus=3, slowdown_bound=1.0, priority=1e6)
+"""For two GPUs: six sequences fill three, and on two they take more than half as long again."""
+
+SMALL = [request("a"), request("b", base="qwen", at=10.0), request("late", at=500.0)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("repaired", [2000.0, None])
+def test_a_job_that_needs_more_than_is_up_holds_up_nobody(
+    policy: str, repaired: float | None
+) -> None:
+    """It waits for the repair, or fails by name where none comes; the others go on meanwhile."""
+    world: list[Event] = [GpuFailure(0.0, (0,), "lost")]
+    world += [GpuRepair(repaired, (0,))] if repaired is not None else []
+    run = Run(policy, [TOO_WIDE, *SMALL], gpus=3, world=world)
+    inner = run.policy.decide
+
+    def watched(state: State, events):  # type: ignore[no-untyped-def]
+        decisions = inner(state, events)
+        assert broken_laws(state, decisions, run.costs, bounds=policy in GROUPING) == []
+        return decisions
+
+    run.policy.decide = watched  # type: ignore[method-assign]
+    run.to_the_end()
+    ended = run.ended_at()
+    assert all(ended[job.name] < 1500 for job in SMALL), ended
+    if repaired is None and run.state.outcomes["wide"] != "completed":
+        (failure,) = [
+            event
+            for turn in run.store.turns()
+            for event in turn.events
+            if isinstance(event, JobFailure)
+        ]
+        assert failure.job == "wide" and "2 of 3 GPUs are up" in failure.reason
+    else:
+        # In company it is due less, and some policies find a place for it at once.
+        assert run.state.outcomes["wide"] == "completed"
 
 
 def instance(seed: int) -> tuple[list[JobRequest], int]:

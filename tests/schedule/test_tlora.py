@@ -8,8 +8,8 @@ import pytest
 from support.scheduling import Run, costs_of, request
 
 from tlora.core.cluster import uniform_cluster
-from tlora.core.decision import Decision, Start
-from tlora.core.event import Arrival, Completion, Event, Straggler, Tick
+from tlora.core.decision import Decision, Refuse, Start
+from tlora.core.event import Arrival, Completion, Event, GpuFailure, GpuRepair, Straggler, Tick
 from tlora.core.request import JobRequest
 from tlora.core.state import State
 from tlora.costs import shipped_profiles
@@ -83,6 +83,44 @@ def test_a_job_that_may_not_be_slowed_runs_on_its_own_gpus(profile, gpus, batch,
     (start,) = make_policy("tlora", costs).decide(state, [])
     assert isinstance(start, Start) and start.plan == costs.figures(job).solo_plan
     assert start.reasons.slowdown == pytest.approx(1.0)
+
+
+def wide(name: str, priority: float = 1e6) -> JobRequest:
+    """Its six sequences fill three GPUs, and on two take more than half as long again."""
+    return request(name, batch=6, length=3551, gpus=3, slowdown_bound=1.0, priority=priority)
+
+
+def test_a_job_waits_for_gpus_that_are_away() -> None:
+    """On what is up it would be slower than it may be; when they are back it starts at once."""
+    world = [GpuFailure(0.0, (0,), "lost"), GpuRepair(2000.0, (0,))]
+    run = Run("tlora", [wide("a")], gpus=3, world=world).to_the_end()
+    (start,) = [d for turn in run.store.turns() for d in turn.decisions]
+    assert isinstance(start, Start) and len(start.gpus) == 3
+    assert run.ended_at()["a"] > 2000 and run.state.outcomes == {"a": "completed"}
+
+
+def test_one_that_the_whole_cluster_is_too_small_for_is_refused_by_name() -> None:
+    """With the numbers; and only when nobody else is there, for beside others it is due less."""
+    alone = Run("tlora", [wide("a")], gpus=2).to_the_end()
+    (refused,) = [d for turn in alone.store.turns() for d in turn.decisions]
+    assert isinstance(refused, Refuse) and refused.job == "a"
+    assert "brings 3 GPUs, and on 2" in refused.reasons.why and "bound of 1" in refused.reasons.why
+    jobs = [wide("a", priority=1.0), request("b", steps=10**4)]
+    assert set(Run("tlora", jobs, gpus=2).to_the_end().state.outcomes.values()) == {"completed"}
+
+
+@pytest.mark.parametrize("limit", [None, 8])
+def test_many_that_can_only_wait_hold_up_nobody(limit) -> None:
+    """All GPUs are slow. A turn tries few jobs that find no place, makes way for few, and looks at
+    few: those that cannot run now are not among them."""
+    world = [Straggler(0.0, gpu, 0.1) for gpu in range(3)]
+    world += [Straggler(90_000.0, gpu, 1.0) for gpu in range(3)]
+    jobs = [wide(f"w{i}") for i in range(9)]
+    jobs += [request(f"j{i}", at=2000.0, slowdown_bound=4.0) for i in range(4)]
+    run = Run("tlora", jobs, gpus=3, world=world, max_runnable=limit).to_the_end()
+    ended = run.ended_at()
+    assert max(ended[f"j{i}"] for i in range(4)) < 20_000
+    assert min(ended[f"w{i}"] for i in range(9)) > 90_000
 
 
 def test_where_they_do_not_small_jobs_share() -> None:

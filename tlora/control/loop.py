@@ -12,8 +12,9 @@ from contextlib import contextmanager
 
 from tlora.control.protocols import Executor, Store, Turn
 from tlora.core.clock import Clock
-from tlora.core.event import Event, Tick
+from tlora.core.event import Event, JobFailure, Tick
 from tlora.core.state import State
+from tlora.core.wording import number_of
 from tlora.schedule.fairness import fair_gpus
 from tlora.schedule.policy import Policy
 
@@ -51,6 +52,9 @@ class Loop:
         self.clock = clock
         self.tick_s = tick_s
         self.turns = 0
+        self._asked_in_vain = False
+        """The last turn decided nothing, though nothing runs and nothing will happen."""
+
         if policy.overtakes:
             state.overtake()
         self._fair = fair_gpus(state)
@@ -65,11 +69,24 @@ class Loop:
         if self.state.jobs:
             until = min(self.state.now + self.tick_s, self.policy.look_by(self.state))
         events = tuple(self.executor.wait(until))
+        now = self.clock.now()
+        stuck = not events and self.executor.idle and not self.state.groups
         if not events:
-            stuck = self.executor.idle and not self.state.groups
-            assert not stuck, "jobs wait, nothing runs, and nothing will happen"
-            events = (Tick(self.clock.now()),)
-        self.turn(self.clock.now(), events, self.executor.progress())
+            # A policy that has not been asked since is asked first.
+            events = self._given_up(now) if stuck and self._asked_in_vain else (Tick(now),)
+        turn = self.turn(now, events, self.executor.progress())
+        self._asked_in_vain = stuck and not turn.decisions
+
+    def _given_up(self, now: float) -> tuple[Event, ...]:
+        """Jobs wait, nothing runs, and nothing will happen: GPUs that they need do not come back.
+        They fail by name, so that whoever is behind them may go on."""
+        state = self.state
+        assert state.is_damaged, "jobs wait, nothing runs, and nothing will happen"
+        why = f"{state.up_gpus} of {number_of(len(state.cluster), 'GPU')} are up"
+        if state.speed:
+            why += f", {len(state.speed)} of them slow,"
+        why += " and nothing will change: it has no place on these within its bound"
+        return tuple(JobFailure(now, job.name, why) for job in state.waiting())
 
     def turn(self, now: float, events: Sequence[Event], progress: dict[str, float]) -> Turn:
         """One turn with what the world says; a replay feeds recorded ones."""

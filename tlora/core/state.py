@@ -151,6 +151,11 @@ class State:
     def up_gpus(self) -> int:
         return len(self.cluster) - len(self.down)
 
+    @property
+    def is_damaged(self) -> bool:
+        """GPUs are lost or slow: some jobs may have to wait until they are back."""
+        return bool(self.down or self.speed)
+
     def runnable(self) -> list[JobState]:
         """Those that count, in order of arrival: all that run, and waiting ones up to the limit.
         Not to be changed: it is kept while nothing happens."""

@@ -127,13 +127,17 @@ class Board:
     def choose(self, count: int) -> tuple[int, ...] | None:
         """Free GPUs, at full speed before slowed ones."""
         if count not in self._chosen:
-            speeds, good = self.state.speed, self._free
-            if speeds:
-                good = {gpu for gpu in good if speeds.get(gpu, 1.0) == 1.0}
-            if len(good) < count:
-                good = self._free
-            self._chosen[count] = choose_gpus(self.cluster, good, count)
+            self._chosen[count] = self.choose_from(self._free, count)
         return self._chosen[count]
+
+    def choose_from(self, gpus: set[int], count: int) -> tuple[int, ...] | None:
+        """Likewise, if these were free."""
+        speeds, good = self.state.speed, gpus
+        if speeds:
+            good = {gpu for gpu in good if speeds.get(gpu, 1.0) == 1.0}
+        if len(good) < count:
+            good = gpus
+        return choose_gpus(self.cluster, good, count)
 
     def open(self, load: Load, gpus: tuple[int, ...], priced: Priced) -> Bin:
         """A new group of jobs that are in none."""

@@ -2,7 +2,7 @@
 
 A job starts alone where the GPUs it brings are free; else it is attached to the group of its base
 that has the fewest jobs and memory for one more (kinder than the first that fits). Nobody overtakes
-the first that can do neither, and nobody is moved.
+the first that can do neither, unless it needs more GPUs than are up, and nobody is moved.
 """
 
 from collections.abc import Sequence
@@ -66,6 +66,8 @@ class FifoMemory(Policy):
                 if jobs[0].base == request.base and self._fits([*jobs, request], plans[name])
             ]
             if not rooms:
+                if plan.gpus > state.up_gpus:
+                    continue
                 break
             _, name = min(rooms)
             members[name].append(request)

@@ -64,7 +64,7 @@ def place_waiting(board: Board, widest: int | None) -> list[Piece]:
             continue
         if place(board, piece, widest, carefully=len(placed) < CAREFULLY):
             placed.append(piece)
-        else:
+        elif can_run(board, piece, widest):
             failures[piece.base] = failures.get(piece.base, 0) + 1
     return placed
 
@@ -75,9 +75,30 @@ def place(board: Board, piece: Piece, widest: int | None = None, *, carefully: b
         options = [*joins(board, piece, carefully), *donations(board, piece, widest)]
         option = max(options, key=lambda each: each.gain, default=None)
     if option is None:
+        option = on_any_free(board, piece, widest)
+    if option is None:
         return False
     carry_out(board, piece, option)
     return True
+
+
+def can_run(board: Board, piece: Piece, widest: int | None = None) -> bool:
+    """Alone on GPUs that are up its bound would hold. It does on those that it brings; where some
+    of these are lost or slow, or there never were so many, it may have to wait for better times."""
+    state, cluster = board.state, board.cluster
+    brings = piece.figures.solo_plan.replicas
+    if not state.is_damaged and brings <= min(len(cluster), widest or brings):
+        return True
+    up = set(range(len(cluster))) - state.down
+    asked = board.pricing.asked
+    found = any(
+        board.holding(piece.alone, gpus) is not None
+        for count in range(_most(piece, len(up), widest), 0, -1)
+        if (gpus := board.choose_from(up, count)) is not None
+    )
+    # It is on nobody's budget: what is decided about others does not depend on it.
+    board.pricing.asked = asked
+    return found
 
 
 def carry_out(board: Board, piece: Piece, option: Option) -> None:
@@ -106,11 +127,15 @@ def carry_out(board: Board, piece: Piece, option: Option) -> None:
     )
 
 
+def _most(piece: Piece, most: int, widest: int | None) -> int:
+    """Of so many GPUs, those that it may have for itself."""
+    return min(piece.figures.solo_plan.replicas, widest or most, most)
+
+
 def widths(piece: Piece, most: int, widest: int | None = None) -> list[int]:
     """Numbers of GPUs to try for it alone, the largest first: its due, then half of that, and so
     on."""
-    useful = min(piece.figures.solo_plan.replicas, widest or most, most)
-    due = max(1, min(useful, -int(-piece.fair_gpus // 1)))
+    due = max(1, min(_most(piece, most, widest), -int(-piece.fair_gpus // 1)))
     found: list[int] = []
     while due >= 1:
         found.append(due)
@@ -130,6 +155,19 @@ def on_free(board: Board, piece: Piece, widest: int | None = None) -> Option | N
         if priced is not None:
             free = "a GPU is" if count == 1 else f"{count} GPUs are"
             return Option(priced.worth, None, gpus, priced, why=f"{free} free")
+    return None
+
+
+def on_any_free(board: Board, piece: Piece, widest: int | None = None) -> Option | None:
+    """More than its due or less, where nothing else is left: better than to wait beside GPUs that
+    idle."""
+    free = len(board.free)
+    tried = set(widths(piece, free, widest))
+    for count in range(1, _most(piece, free, widest) + 1):
+        gpus = None if count in tried else board.choose(count)
+        priced = board.holding(piece.alone, gpus) if gpus is not None else None
+        if gpus is not None and priced is not None:
+            return Option(priced.worth, None, gpus, priced, why=f"{count} GPUs are free")
     return None
 
 

@@ -2,7 +2,7 @@
 dues. These wait then, and become urgent in their turn."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from tlora.core.decision import Reasons
@@ -33,11 +33,12 @@ VICTIMS = 3
 """Jobs that are tried for that, and one more that is alone in its group."""
 
 
-def make_way(board: Board, settings: Settings) -> None:
+def make_way(board: Board, waiting: Iterable[Piece], settings: Settings) -> None:
+    """For those of them that have waited too long."""
     now = board.state.now
     waiting = [
         piece
-        for piece in board.waiting()
+        for piece in waiting
         if piece.job.since_s + patience_s(piece.job, piece.figures, settings) <= now
     ]
     waiting.sort(key=lambda piece: (-piece.urgency, piece.rank))
@@ -79,6 +80,18 @@ def take_turns(
         for victim in _tried(board, found):
             if _take_turn(board, piece, victim, widest):
                 break
+
+
+def stand_in(
+    board: Board, overdue: Iterable[Piece], hindered: list[Piece], widest: int | None
+) -> None:
+    """Jobs from beyond the limit that have waited too long, for as many that are within it and can
+    only wait."""
+    left = len(hindered)
+    for piece in overdue:
+        if left and piece.name in board.barred and place(board, piece, widest):
+            board.barred.remove(piece.name)
+            left -= 1
 
 
 def _tried(board: Board, found: Iterator[Piece]) -> list[Piece]:

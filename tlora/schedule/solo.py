@@ -1,6 +1,7 @@
 """Every job alone on the GPUs it brings, in order of arrival: the cluster without tlora.
 
-Strictly in order: while the first one waits for GPUs, nobody overtakes it.
+Strictly in order: while the first one waits for GPUs, nobody overtakes it, unless it needs more of
+them than are up.
 """
 
 from collections.abc import Sequence
@@ -35,6 +36,8 @@ class Solo(Policy):
                         reasons=Reasons(why="it does not fit even alone", bound_by=bound),
                     )
                 )
+                continue
+            if plan.gpus > state.up_gpus:
                 continue
             gpus = choose_gpus(state.cluster, free, plan.gpus)
             if gpus is None:

@@ -13,14 +13,21 @@ from typing import NamedTuple
 from tlora.core.decision import Decision, Reasons, Refuse
 from tlora.core.event import Arrival, Event, Tick
 from tlora.core.state import JobState, State
+from tlora.core.wording import number_of
 from tlora.costs.groups import Costs
 from tlora.schedule.board import Board
-from tlora.schedule.grouping import CANDIDATES, CAREFULLY, place_waiting
+from tlora.schedule.grouping import CANDIDATES, CAREFULLY, can_run, place_waiting
 from tlora.schedule.improving import clear_out, exchange, improve, spread
 from tlora.schedule.merging import Merging
 from tlora.schedule.pieces import Piece, Pieces
 from tlora.schedule.policy import Policy
-from tlora.schedule.preempting import make_way, next_patience_end, overdue_outside, take_turns
+from tlora.schedule.preempting import (
+    make_way,
+    next_patience_end,
+    overdue_outside,
+    stand_in,
+    take_turns,
+)
 from tlora.schedule.settings import Settings
 from tlora.schedule.tolls import Tolls
 
@@ -109,8 +116,15 @@ class Tlora(Policy):
             movable = self._movable(state, pieces.values())
             take_turns(board, list(overdue.values()), movable, self._widest)
         self._place(board)
-        if board.waiting():
-            make_way(board, self.settings)
+        waiting = board.waiting()
+        hindered = [piece for piece in waiting if not can_run(board, piece, self._widest)]
+        if hindered:
+            stand_in(board, overdue.values(), hindered, self._widest)
+            if not board.bins and not state.is_damaged:
+                refused += [self._never(board, piece) for piece in hindered]
+            waiting = [piece for piece in waiting if piece not in hindered]
+        if waiting:
+            make_way(board, waiting, self.settings)
         if board.free:
             movable = self._movable(state, _pressed(board))
             names = {piece.name for piece in movable}
@@ -220,6 +234,17 @@ class Tlora(Policy):
                 self._fitting.add(request.name)
         self._fitting &= state.jobs.keys()
         return result
+
+    def _never(self, board: Board, piece: Piece) -> Refuse:
+        """One that the whole cluster is too small for, found out when nobody else is there: beside
+        others it is due less, and may have run."""
+        gpus = min(len(board.cluster), self._widest or len(board.cluster))
+        request = piece.job.request
+        why = (
+            f"it brings {number_of(request.gpus, 'GPU')}, and on {gpus} it would be slower than "
+            f"its bound of {request.slowdown_bound:g} allows"
+        )
+        return Refuse(job=piece.name, reasons=Reasons(why=why, bound_by="GPUs of the cluster"))
 
 
 def _pressed(board: Board) -> list[Piece]:
