@@ -74,6 +74,31 @@ def test_without_room_to_search_the_greedy_plan_stands_and_always_alike() -> Non
     assert plan(tasks, 4, limit=0.05) == plan(tasks, 4, limit=0.05)
 
 
+def test_nothing_is_solved_where_nobody_can_start_or_all_can(monkeypatch) -> None:
+    """And the decisions are those of a plan that was solved: a cluster that is full when jobs
+    arrive, and one with room for all of them."""
+    jobs = [request(f"j{i}", steps=1000 * (1 + i % 3), at=10.0 * i) for i in range(7)]
+    solved: list[int] = []
+    # The module needs the extra.
+    from tlora.schedule.cp_sat import solved_starts
+
+    def told(seconds, *rest, **options):
+        solved.append(len(seconds))
+        return solved_starts(seconds, *rest, **options)
+
+    monkeypatch.setattr("tlora.schedule.cp_sat.solved_starts", told)
+    run = Run("makespan", jobs, gpus=3).to_the_end()
+    # Four arrive when three run, and three of the four ends leave more than one to choose from.
+    assert len(solved) == 3
+    planned = [
+        decision.reasons.why
+        for turn in run.store.turns()
+        for decision in turn.decisions
+        if turn.time < 50
+    ]
+    assert len(planned) == 3 and all("the least possible" in why for why in planned)
+
+
 def test_what_runs_stays_and_ends_that_come_early_are_used() -> None:
     """As a policy: planned again when a job exits at a tenth of its steps."""
     jobs = [request(f"j{i}", steps=1000 * (i + 1), gpus=1) for i in range(6)]

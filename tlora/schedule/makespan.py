@@ -49,6 +49,9 @@ class Schedule:
 def plan(tasks: Sequence[Task], gpus: int, *, limit: float = LIMIT) -> Schedule:
     """Never more GPUs at once than there are. A task that needs more than all is not for here."""
     assert all(task.gpus <= gpus for task in tasks), "a task needs more GPUs than there are"
+    if tasks and sum(task.gpus for task in tasks) <= gpus:
+        # All at once: nothing is left to be found.
+        return Schedule((0.0,) * len(tasks), max(task.seconds for task in tasks), "greedy", True)
     greedy = longest_first(tasks, gpus)
     if not tasks or importlib.util.find_spec("ortools") is None:
         return greedy
@@ -144,7 +147,9 @@ class Makespan(Policy):
                 decisions.append(Refuse(job=job.name, reasons=reasons))
             elif need <= state.up_gpus:
                 jobs.append(job)
-        if all(job.group is not None for job in jobs):
+        needs = [self.costs.figures(job.request).solo_plan.gpus for job in jobs if not job.group]
+        if not any(need <= len(state.free) for need in needs):
+            # Whatever is planned, nobody can start; plans are made anew when somebody can.
             return decisions
         found = plan([self._task(job) for job in jobs], state.up_gpus, limit=self.limit)
         free = set(state.free)
