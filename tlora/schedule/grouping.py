@@ -5,7 +5,7 @@ each job or group that something happened to, so that a turn's work grows with w
 not with the cluster.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tlora.core.decision import Reasons
@@ -52,11 +52,30 @@ CAREFULLY = 128
 nearly always the fullest of the candidates is the best one, or the emptiest."""
 
 
-def place_waiting(board: Board, widest: int | None) -> list[Piece]:
-    """Jobs without a group, the most urgent first: on free GPUs, beside others, or on GPUs that a
+Order = Callable[[Piece], tuple[float, int]]
+
+
+def most_urgent(piece: Piece) -> tuple[float, int]:
+    return (-piece.urgency, piece.rank)
+
+
+def most_needy(piece: Piece) -> tuple[float, int]:
+    return (-piece.needs, piece.rank)
+
+
+def densest(piece: Piece) -> tuple[float, int]:
+    return (-piece.density, piece.rank)
+
+
+def smallest(piece: Piece) -> tuple[float, int]:
+    return (piece.needs, piece.rank)
+
+
+def place_waiting(board: Board, widest: int | None, order: Order = most_urgent) -> list[Piece]:
+    """Jobs without a group, one after another: on free GPUs, beside others, or on GPUs that a
     wide group can spare. Returns those that were placed; the others wait on."""
     waiting = board.waiting()
-    waiting.sort(key=lambda piece: (-piece.urgency, piece.rank))
+    waiting.sort(key=order)
     placed: list[Piece] = []
     failures: dict[str, int] = {}
     for piece in waiting:

@@ -16,7 +16,18 @@ from tlora.core.state import JobState, State
 from tlora.core.wording import number_of
 from tlora.costs.groups import Costs
 from tlora.schedule.board import Board
-from tlora.schedule.grouping import CANDIDATES, CAREFULLY, can_run, place_waiting
+from tlora.schedule.grouping import (
+    CANDIDATES,
+    CAREFULLY,
+    EPSILON,
+    Order,
+    can_run,
+    densest,
+    most_needy,
+    most_urgent,
+    place_waiting,
+    smallest,
+)
 from tlora.schedule.improving import clear_out, exchange, improve, spread
 from tlora.schedule.merging import Merging
 from tlora.schedule.pieces import Piece, Pieces
@@ -33,6 +44,14 @@ from tlora.schedule.tolls import Tolls
 
 PASSES = 4
 """Of placing and improving, per turn."""
+
+FEW_AT_ONCE = 8
+"""Jobs of one turn that are placed in several orders, of which the best is kept."""
+
+WORTH_ANOTHER = 0.05
+"""By this part of the worth at stake must another order be better, where as many jobs run."""
+
+OTHER_ORDERS: tuple[Order, ...] = (densest, most_needy, smallest)
 
 MOST_BUDGETS, FEWEST_BUDGETS = 32, 8
 """Of all jobs that a turn places; the fewer where more jobs have come than are placed carefully."""
@@ -158,10 +177,39 @@ class Tlora(Policy):
     def _place(self, board: Board) -> None:
         """Those that wait; on paper they may be moved about until it is good."""
         arrived = [piece for piece in board.pieces.values() if piece.job.group is None]
+        first = board.remember() if self._is_worth_orders(board, arrived) else None
+        self._place_in_order(board, arrived, most_urgent)
+        if first is None or (board.free and not board.waiting()):
+            return
+        best = (board.running, board.worth)
+        # The best of several predictions is too good: little more is no more.
+        margin = WORTH_ANOTHER * sum(
+            board.bins[name].priced.worth for name in board.touched if name in board.bins
+        )
+        for order in OTHER_ORDERS:
+            found = board.remember()
+            board.go_back(first)
+            first = board.remember()
+            self._place_in_order(board, arrived, order)
+            then = (board.running, board.worth)
+            if then > (best[0], best[1] + margin + EPSILON):
+                best = then
+            else:
+                board.go_back(found)
+
+    def _is_worth_orders(self, board: Board, arrived: Sequence[Piece]) -> bool:
+        """A few jobs at once that have to share; nobody is passed over who has waited long."""
+        return (
+            board.is_contended
+            and 1 < len(arrived) <= FEW_AT_ONCE
+            and all(piece.urgency <= 1 + EPSILON for piece in arrived)
+        )
+
+    def _place_in_order(self, board: Board, arrived: Sequence[Piece], order: Order) -> None:
         few = len(arrived) <= CAREFULLY
         budget = self.settings.budget * (MOST_BUDGETS if few else FEWEST_BUDGETS)
         for _ in range(PASSES):
-            helped = bool(place_waiting(board, self._widest))
+            helped = bool(place_waiting(board, self._widest, order))
             placed = [piece for piece in arrived if board.place[piece.name] is not None]
             if not placed or budget <= 0:
                 return
