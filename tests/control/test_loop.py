@@ -129,3 +129,12 @@ def test_no_garbage_is_collected_while_a_policy_decides() -> None:
     loop.turn(0.0, [Arrival(0.0, JOBS[0])], {})
     assert policy.collecting == [False]
     assert gc.isenabled()
+
+
+def test_after_a_refusal_whoever_comes_in_does_not_wait_for_a_tick() -> None:
+    """With a limit of one, the job behind one that fits nowhere starts at the same time."""
+    jobs = [request("huge", rank=4096), request("a")]
+    run = Run("solo", jobs, gpus=1, max_runnable=1).to_the_end()
+    starts = [turn.time for turn in run.store.turns() for d in turn.decisions if d.kind == "start"]
+    assert starts == [0.0]
+    assert run.state.outcomes == {"huge": "refused", "a": "completed"}

@@ -15,6 +15,7 @@ from tlora.core.state import State
 from tlora.costs import shipped_profiles
 from tlora.costs.groups import Costs
 from tlora.schedule import Settings, make_policy
+from tlora.schedule.check import broken_laws
 from tlora.schedule.fairness import fair_gpus
 from tlora.schedule.merging import best_cut
 from tlora.schedule.policy import Policy
@@ -163,6 +164,40 @@ def test_a_job_that_fits_nowhere_is_refused_with_the_figure() -> None:
         "huge is refused: alone it would take 196.0 GiB of a GPU; bound by memory"
     ]
     assert groups(found) == {frozenset("a")}
+
+
+def test_what_the_others_are_due_does_not_count_who_is_refused() -> None:
+    """Beside ten that fit nowhere, of great weight, two strict jobs would be due next to nothing
+    and share a GPU; without them each is due half of it, which both together are too slow for."""
+    cluster = uniform_cluster(1)
+    state, costs = State(cluster), costs_of(cluster)
+    for i in range(10):
+        state.happen(Arrival(0.0, request(f"huge{i}", rank=4096, priority=1e6)))
+    for name in "ab":
+        job = request(name, batch=8, length=2048, slowdown_bound=1.0, rank=64)
+        state.happen(Arrival(0.0, job))
+    found = make_policy("tlora", costs).decide(state, [])
+    assert [each.kind for each in found].count("refuse") == 10
+    assert broken_laws(state, found, costs) == []
+
+
+def test_who_comes_in_by_an_arrival_beyond_the_limit_is_looked_at_where_nothing_runs() -> None:
+    """The line is in another order by then: one that can only wait has left the first place."""
+    cluster = uniform_cluster(3)
+    state = State(cluster, max_runnable=1)
+    state.overtake()
+    policy = make_policy("tlora", costs_of(cluster))
+    for gpu in range(3):
+        state.happen(Straggler(0.0, gpu, 0.1))
+    state.happen(Arrival(0.0, wide("first")))
+    state.happen(Arrival(0.0, request("a", steps=10, slowdown_bound=100.0)))
+    assert [job.name for job in state.runnable()] == ["first"] and policy.decide(state, []) == []
+    state.advance(5.0, {}, {})
+    last = Arrival(5.0, request("last", slowdown_bound=100.0))
+    state.happen(last)
+    assert [job.name for job in state.runnable()] == ["a"]
+    (start,) = policy.decide(state, [last])
+    assert isinstance(start, Start) and start.jobs == ("a",)
 
 
 def test_bases_that_cannot_share_one_gpu_take_turns() -> None:

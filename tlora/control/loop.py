@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from tlora.control.protocols import Executor, Store, Turn
 from tlora.core.clock import Clock
+from tlora.core.decision import Refuse
 from tlora.core.event import Event, JobFailure, Tick
 from tlora.core.state import State
 from tlora.core.wording import number_of
@@ -52,6 +53,9 @@ class Loop:
         self.clock = clock
         self.tick_s = tick_s
         self.turns = 0
+        self._refused = False
+        """The last turn sent a job away."""
+
         self._asked_in_vain = False
         """The last turn decided nothing, though nothing runs and nothing will happen."""
 
@@ -68,6 +72,9 @@ class Loop:
         until = float("inf")
         if self.state.jobs:
             until = min(self.state.now + self.tick_s, self.policy.look_by(self.state))
+            if self._refused:
+                # Others are due more, and may be looked at for the first time.
+                until = self.state.now
         events = tuple(self.executor.wait(until))
         now = self.clock.now()
         stuck = not events and self.executor.idle and not self.state.groups
@@ -101,6 +108,7 @@ class Loop:
             decided_s = time.process_time() - began
         done = Turn(self.turns, now, tuple(events), progress, tuple(decisions), decided_s)
         self.turns += 1
+        self._refused = any(isinstance(decision, Refuse) for decision in decisions)
         self.store.record(done)
         for decision in decisions:
             state.apply(decision)

@@ -42,13 +42,14 @@ def broken_laws(
     except AssertionError as error:
         return [str(error)]
     fair = fair_gpus(after)
+    refused = [decision.job for decision in decisions if isinstance(decision, Refuse)]
     found = [
-        f"{decision.job} is refused and would run alone in the whole cluster"
-        for decision in decisions
-        if isinstance(decision, Refuse)
-        and _would_run(State(state.cluster), state.jobs[decision.job], costs, bounds=bounds)
+        f"{name} is refused and would run alone in the whole cluster"
+        for name in refused
+        if _would_run(State(state.cluster), state.jobs[name], costs, bounds=bounds)
     ]
-    if not after.groups:
+    # After a refusal the loop asks again at once.
+    if not after.groups and not refused:
         found += [
             f"{job.name} waits, could run alone, and nothing runs"
             for job in after.waiting()

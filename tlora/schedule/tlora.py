@@ -6,6 +6,7 @@ and at ticks look whether whole groups should be merged. Jobs that run are moved
 earns its cost, and not often.
 """
 
+import copy
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -104,7 +105,7 @@ class Tlora(Policy):
 
     def decide(self, state: State, events: Sequence[Event]) -> list[Decision]:
         jobs = state.runnable()
-        if not state.up_gpus or _concerns_nobody(events, jobs):
+        if not state.up_gpus or (state.groups and _concerns_nobody(events, jobs)):
             return []
         ticks = any(isinstance(event, Tick) for event in events)
         outside = overdue_outside(state, self.costs, self.settings)
@@ -122,11 +123,15 @@ class Tlora(Policy):
             self._quiet = None if quiet.board.touched else quiet
             return quiet.board.decisions(everywhere=True)
         refused = self._refused(state, jobs)
+        if refused:
+            # The others are due more without these, and whoever comes in instead is looked at.
+            without = copy.deepcopy(state)
+            for decision in refused:
+                without.apply(decision)
+            return [*refused, *self.decide(without, events)]
         pieces = self.pieces.of(state)
-        for decision in refused:
-            del pieces[decision.job]
         if not pieces:
-            return list(refused)
+            return []
         loads = self.pieces.loads(state, pieces)
         overdue = self.pieces.of_outside(state, outside)
         board = Board(state, self.costs, pieces | overdue, loads)
@@ -140,7 +145,7 @@ class Tlora(Policy):
         if hindered:
             stand_in(board, overdue.values(), hindered, self._widest)
             if not board.bins and not state.is_damaged:
-                refused += [self._never(board, piece) for piece in hindered]
+                return [self._never(board, piece) for piece in hindered]
             waiting = [piece for piece in waiting if piece not in hindered]
         if waiting:
             make_way(board, waiting, self.settings)
@@ -152,9 +157,9 @@ class Tlora(Policy):
         if ticks:
             movable = self._movable(state, pieces.values())
             self._merge(board, {piece.name for piece in movable})
-        if not board.touched and not board.waiting() and not overdue and not refused:
+        if not board.touched and not board.waiting() and not overdue:
             self._quiet = self._be_quiet(board)
-        return [*refused, *board.decisions(everywhere=ticks)]
+        return board.decisions(everywhere=ticks)
 
     def _be_quiet(self, board: Board) -> Quiet:
         state, pieces = board.state, board.pieces.values()
@@ -305,7 +310,8 @@ def _pressed(board: Board) -> list[Piece]:
 
 
 def _concerns_nobody(events: Sequence[Event], runnable: Sequence[JobState]) -> bool:
-    """Only jobs have come, and they are too many to be looked at yet."""
+    """Only jobs have come, and they are too many to be looked at yet. Whoever is in the line may
+    stand elsewhere in it by now: where nothing runs, that is looked at."""
     if not events or not all(isinstance(event, Arrival) for event in events):
         return False
     names = {event.request.name for event in events if isinstance(event, Arrival)}
