@@ -15,6 +15,7 @@ from tlora.core.decision import Join, Reasons, Refuse
 from tlora.core.event import Arrival, Event, GpuFailure, GpuRepair, JobFailure, Straggler
 from tlora.core.request import JobRequest
 from tlora.core.state import State
+from tlora.costs.rounds import shared_tokens
 from tlora.schedule import POLICIES, make_policy
 from tlora.schedule.check import broken_laws
 
@@ -184,6 +185,30 @@ def test_hard_small_instances_are_near_the_best_there_is() -> None:
 def test_jobs_that_come_together_are_placed_in_the_best_of_several_orders(seed: int) -> None:
     """The most urgent first was 46 to 73 % off here, or left a job without a place."""
     assert gap(*instance(seed, HARD)) < 0.05
+
+
+def test_priorities_far_apart_break_no_bound() -> None:
+    """Beside a job of great weight, whose batch is soon through, the others share what it leaves:
+    by their own weights, not by what rounding left of the sum."""
+    most = 1e6
+    for heavy in (1e6, 1e9):
+        shares = shared_tokens([10.0, 1000.0, 1000.0], [heavy, 1 / heavy, 1 / heavy], 110.0)
+        assert shares == [10, 50, 50]
+    cluster = uniform_cluster(1)
+    costs = costs_of(cluster)
+    for seed in range(40):
+        draw = random.Random(seed)
+        state = State(cluster)
+        for i in range(6):
+            job = request(
+                f"j{i}",
+                batch=draw.choice([1, 4, 8]),
+                length=draw.choice([64, 512, 2048]),
+                priority=draw.choice([most, 1 / most, 1 / most]),
+                slowdown_bound=draw.choice([1.5, 3.0]),
+            )
+            state.happen(Arrival(0.0, job))
+        assert broken_laws(state, make_policy("tlora", costs).decide(state, []), costs) == []
 
 
 def test_a_running_job_is_moved_no_more_often_than_is_allowed() -> None:

@@ -101,3 +101,11 @@ def test_what_is_dealt_is_all_there_is_or_all_that_is_wanted(
     for each, want, weight in zip(got, wanted, weights, strict=True):
         assert each <= want * (1 + 1e-9)
         assert each >= want * (1 - 1e-9) or each / weight == pytest.approx(level)
+
+
+def test_the_least_priority_beside_the_most_is_due_something() -> None:
+    """By its weight, though nothing of the amount is left after the others in rounding: a policy
+    divides by it."""
+    found = dealt(1.0, [1.0] * 4, [1e9, 1e9, 1e-9, 1e-9])
+    assert found[:2] == [0.5, 0.5]
+    assert found[2:] == pytest.approx([0.5e-18] * 2)

@@ -57,6 +57,9 @@ class RoundWork(NamedTuple):
         return RoundWork(*(each * part for each in self))
 
 
+CANCELLED = 1e-6
+"""What is left of a sum after so much was taken away is rounding: it is summed anew."""
+
 NO_WORK = RoundWork(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -193,7 +196,10 @@ def shared_tokens(
     # Those whose batch is small for their weight run out first.
     order = sorted(range(len(batch_tokens)), key=lambda i: batch_tokens[i] / weights[i])
     left, heavy = capacity, sum(weights)
-    for i in order:
+    lost = CANCELLED * heavy
+    for place, i in enumerate(order):
+        if heavy < lost:
+            heavy = sum(weights[other] for other in order[place:])
         shares[i] = min(batch_tokens[i], left * weights[i] / heavy)
         left -= shares[i]
         heavy -= weights[i]

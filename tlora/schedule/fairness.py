@@ -62,8 +62,16 @@ def dealt(amount: float, wanted: Sequence[float], weights: Sequence[float]) -> l
     # Summed from the last on: a sum of which a large part is taken away is rounding.
     heavy = list(accumulate(weights[i] for i in reversed(order)))
     result = [0.0] * len(wanted)
+    level = 0.0
     for i in order:
-        part, want = amount * weights[i] / heavy.pop(), wanted[i]
+        total, want = heavy.pop(), wanted[i]
+        part = amount * weights[i] / total
+        if part > 0:
+            level = amount / total
+        else:
+            # The amount is lost in rounding beside what others have. All who get less than they
+            # want are dealt to at one level.
+            part = level * weights[i]
         if want < part:
             part = want
         result[i] = part

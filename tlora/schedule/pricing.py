@@ -1,11 +1,12 @@
 """What some jobs on some GPUs come to, under the best bucket."""
 
+import math
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 from tlora.core.cluster import Link
 from tlora.costs.groups import Costs, Span
-from tlora.costs.rounds import BaseCosts, fullest_part
+from tlora.costs.rounds import CANCELLED, BaseCosts, fullest_part
 from tlora.schedule.pieces import Load, Piece, Priced, Whole
 
 ROUNDING = 1e-9
@@ -245,13 +246,18 @@ class Pricing:
         left, heavy = float(bucket * replicas), load.fair_tokens
         order = sorted(load.pieces, key=_first_s)
         through = 0
+        lost = CANCELLED * heavy
         # The last one has never enough.
         for piece in order[:-1]:
+            if heavy < lost:
+                heavy = sum([each.weight for each in order[through:]])
             if piece.first_s * heavy > left:
                 break
             left -= piece.figures.batch_tokens
             heavy -= piece.weight
             through += 1
+        if heavy < lost:
+            heavy = sum([each.weight for each in order[through:]])
         time_s = left / heavy
         beside_s = sequences = steps = step_s = parameters = worth = breach = 0.0
         pressed = ""
@@ -275,7 +281,8 @@ class Pricing:
             step_s += mine[2] * part
             parameters += mine[3] * part
             worth += mine[4] * part
-            slow = piece.strictness / time_s
+            # Nothing may be left for those who are due next to nothing.
+            slow = piece.strictness / time_s if time_s > 0 else math.inf
             if slow > breach:
                 breach, pressed = slow, piece.name
         part, segments = 1.0, float(len(order))
