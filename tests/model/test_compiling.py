@@ -41,7 +41,7 @@ def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def traced(model):
         return compiling.compile_layers(model, backend="aot_eager")
 
-    monkeypatch.setattr(routing, "supports", lambda query, softcap: True)
+    monkeypatch.setattr(routing, "supports", lambda query, softcap, sinks: True)
     monkeypatch.setattr(routing, "varlen_attention", dense_attention)
     monkeypatch.setattr(routing.Routing, "_load", load_with_boundaries)
     monkeypatch.setattr(super_model, "compile_layers", traced)
@@ -242,7 +242,7 @@ def test_a_look_in_float32_keeps_no_shape_from_being_captured(
     """Attention in float32 asks for the lengths of sequences, and no graph can. Training in
     bfloat16 does not; where it does, it is given up."""
     served = {torch.bfloat16}
-    monkeypatch.setattr(routing, "supports", lambda query, softcap: query.dtype in served)
+    monkeypatch.setattr(routing, "supports", lambda query, softcap, sinks: query.dtype in served)
     monkeypatch.setattr(routing.Routing, "shape", property(lambda self: ("a shape",)))
     model = SuperModel(tiny_llama().bfloat16())
     attach(model, "a", 4)

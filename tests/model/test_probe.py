@@ -22,7 +22,6 @@ REFUSED = {
     "gptj": ({**GPT2, "rotary_dim": 4}, OWN_CODE),
     "mpt": ({"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64}, OWN_CODE),
     "mamba": ({}, "linear_attention"),
-    "gpt_oss": ({**GROUPED, "num_local_experts": 4}, "GptOssAttention uses s_aux"),
     "llama4_text": ({**GROUPED, "intermediate_size_mlp": 48}, "chunked_attention"),
     "bert": ({}, "gives other logits for packed sequences"),
     "doge": (GROUPED, "does not run on packed rows"),
@@ -35,7 +34,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_model_that_cannot_be_packed_is_refused_by_name_with_its_reason(kind: str) -> None:
-    """Recurrence, ALiBi, sinks, chunks, no causality, no row choice: a ModelError, nothing raw."""
+    """Recurrence, ALiBi, chunks, no causality, no row choice: a ModelError, nothing raw."""
     settings, reason = REFUSED[kind]
     model = tiny_model(kind, **settings)
     with pytest.raises(ModelError) as caught:
@@ -195,6 +194,20 @@ def test_a_soft_cap_that_gets_lost_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Routing, "attention", uncapped)
     with pytest.raises(ModelError, match="gives other logits for packed"):
         super_model(tiny_model("gemma2"))
+
+
+def test_sinks_that_get_lost_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a soft-cap is."""
+    honest = Routing.attention
+
+    def without(self, *arguments, s_aux=None, **settings):
+        return honest(self, *arguments, **settings)
+
+    model = tiny_model("gpt_oss", **GROUPED, num_local_experts=4)
+    super_model(model)
+    monkeypatch.setattr(Routing, "attention", without)
+    with pytest.raises(ModelError, match="gives other logits for packed"):
+        super_model(model)
 
 
 def test_a_model_that_yields_nan_is_refused() -> None:

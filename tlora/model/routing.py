@@ -240,17 +240,17 @@ class Routing:
         dropout: float = 0.0,
         sliding_window: int | None = None,
         softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
         **others: object,
     ) -> tuple[torch.Tensor, None]:
         """The attention function registered with transformers: [1, heads, T, head size] in, [1, T,
-        heads, head size] out."""
+        heads, head size] out. `s_aux` are the heads' sinks."""
         assert attention_mask is None, "packed attention takes its boundaries from the nano-batch"
-        for name in ("s_aux", "position_bias"):
-            if others.get(name) is not None:
-                raise NotImplementedError(f"{type(module).__name__} uses {name}")
+        if others.get("position_bias") is not None:
+            raise NotImplementedError(f"{type(module).__name__} uses position_bias")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        if supports(q, softcap):
+        if supports(q, softcap, s_aux):
             out = varlen_attention(
                 q,
                 k,
@@ -261,22 +261,29 @@ class Routing:
                 window=sliding_window,
                 repeatable=self.per_sequence,
             )
-        elif self.compiled and grouped.serves(q, v, sliding_window, softcap):
+        elif self.compiled and grouped.serves(q, v, sliding_window, softcap, s_aux):
             out = grouped.grouped_attention(q, k, v, self._layout_for(q), scale=scale)
         else:
             if torch.compiler.is_compiling():
                 raise NotImplementedError(NOT_COMPILED)
-            if not grouped.serves(q, v, sliding_window, softcap):
+            if not grouped.serves(q, v, sliding_window, softcap, s_aux):
                 self.counts_in_attention = True
             out = packed_attention(
-                q, k, v, self._layout_for(q), scale=scale, window=sliding_window, softcap=softcap
+                q,
+                k,
+                v,
+                self._layout_for(q),
+                scale=scale,
+                window=sliding_window,
+                softcap=softcap,
+                sinks=s_aux,
             )
         return out[None], None
 
 
 NOT_COMPILED = (
-    "attention in float32 on a GPU, in windows on a CPU, and with soft-caps anywhere, is not "
-    "compiled: it counts in Python, and every nano-batch would be another graph"
+    "attention in float32 on a GPU, in windows on a CPU, and with soft-caps or sinks anywhere, is "
+    "not compiled: it counts in Python, and every nano-batch would be another graph"
 )
 
 

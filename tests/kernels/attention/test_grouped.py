@@ -62,4 +62,5 @@ def test_windows_and_soft_caps_are_left_to_packed_attention() -> None:
     assert serves(query, value, None, None)
     assert not serves(query, value, 8, None)
     assert not serves(query, value, None, 30.0)
+    assert not serves(query, value, None, None, torch.zeros(1))
     assert not serves(query, value[..., :8], None, None)

@@ -21,6 +21,8 @@ SCALE = 0.31
 
 Attention = Callable[..., torch.Tensor]
 
+# Both signs, in a format that holds them exactly.
+SINKS = torch.tensor([1.5, -0.5, 0.0, 3.0, -2.0, 0.25])
 OPTIONS = {
     "causal": {},
     "window": {"window": 4},
@@ -28,6 +30,8 @@ OPTIONS = {
     "window above every length": {"window": 100},
     "softcap": {"softcap": 1.5},
     "window and softcap": {"window": 4, "softcap": 1.5},
+    "sinks": {"sinks": SINKS},
+    "window and sinks": {"window": 4, "sinks": SINKS},
 }
 
 
@@ -68,8 +72,10 @@ def plain_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One token at a time: a softmax over exactly the keys that the token may see."""
+    """One token at a time: a softmax over exactly the keys that the token may see, and its head's
+    sink."""
     share = query.shape[1] // key.shape[1]
     rows = []
     for start, stop in itertools.pairwise(itertools.accumulate(lengths, initial=0)):
@@ -82,8 +88,10 @@ def plain_attention(
             scores = (keys * query[token][:, None]).sum(dim=2) * scale
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
-            weights = (scores - scores.detach().amax(dim=1, keepdim=True)).exp()
-            weights = weights / weights.sum(dim=1, keepdim=True)
+            largest = scores.detach().amax(dim=1, keepdim=True)
+            weights = (scores - largest).exp()
+            sunk = 0.0 if sinks is None else (sinks[:, None] - largest).exp()
+            weights = weights / (weights.sum(dim=1, keepdim=True) + sunk)
             rows.append((weights[:, :, None] * values).sum(dim=1))
     padding = query.new_zeros(len(query) - len(rows), *query.shape[1:])
     return torch.cat([torch.stack(rows), padding])

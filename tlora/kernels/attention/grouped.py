@@ -20,11 +20,15 @@ library.define(
 
 
 def serves(
-    query: torch.Tensor, value: torch.Tensor, window: int | None, softcap: float | None
+    query: torch.Tensor,
+    value: torch.Tensor,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> bool:
     """Plain causal attention in host memory."""
-    plain = window is None and softcap is None and value.shape[2] == query.shape[2]
-    return plain and query.device.type == "cpu"
+    plain = window is None and softcap is None and sinks is None
+    return plain and value.shape[2] == query.shape[2] and query.device.type == "cpu"
 
 
 def _forward(q, k, v, sources, places, sizes, scale):

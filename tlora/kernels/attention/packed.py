@@ -21,12 +21,13 @@ def packed_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[tokens, heads, head size] from queries of that shape and keys and values of as many or fewer
     heads.
 
     `window` lets token i see the tokens i - window + 1 .. i; `softcap` bounds scores by softcap *
-    tanh.
+    tanh; `sinks` [heads] are the scores of one more key, whose value is zero.
     """
     if not layout.groups:
         return query.new_zeros(len(query), query.shape[1], value.shape[2])
@@ -35,7 +36,7 @@ def packed_attention(
     pieces = []
     for (count, length), *parts in zip(layout.groups, *split, strict=True):
         q, k, v = (x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in parts)
-        out = attend(q, k, v, scale=scale, window=window, softcap=softcap)
+        out = attend(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
         pieces.append(out.transpose(1, 2).reshape(count * length, query.shape[1], -1))
     return PutBack.apply(pieces[0] if len(pieces) == 1 else torch.cat(pieces), layout)
 
@@ -85,13 +86,14 @@ def attend(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of whole sequences of one length: [sequences, heads, length, head size]."""
     length = query.shape[2]
     if window is not None and window >= length:
         window = None
-    if softcap is not None:
-        return _attend_softcapped(query, key, value, scale, window, softcap)
+    if softcap is not None or sinks is not None:
+        return _attend_by_scores(query, key, value, scale, window, softcap, sinks)
     gqa = query.shape[1] != key.shape[1]
     if window is None:
         return F.scaled_dot_product_attention(
@@ -110,12 +112,17 @@ def visible(length: int, window: int | None, device: torch.device) -> torch.Tens
     return seen if window is None else seen & (distance < window)
 
 
-def _attend_softcapped(query, key, value, scale, window, softcap):
+def _attend_by_scores(query, key, value, scale, window, softcap, sinks):
     repeats = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(repeats, dim=1)
     value = value.repeat_interleave(repeats, dim=1)
-    scores = softcap * torch.tanh(query @ key.transpose(2, 3) * (scale / softcap))
-    seen = visible(query.shape[2], window, query.device)
+    scores = query @ key.transpose(2, 3) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible(query.shape[2], window, query.device), float("-inf"))
+    if sinks is not None:
+        column = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=-1)
     at_least_float32 = torch.promote_types(query.dtype, torch.float32)
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1, dtype=at_least_float32)
+    weights = scores.softmax(dim=-1, dtype=at_least_float32)[..., : key.shape[2]]
     return weights.to(query.dtype) @ value

@@ -34,9 +34,10 @@ library.define(
 )
 
 
-def supports(query: torch.Tensor, softcap: float | None) -> bool:
-    """Flash attention takes half precision only, and no soft-cap."""
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and softcap is None
+def supports(query: torch.Tensor, softcap: float | None, sinks: torch.Tensor | None = None) -> bool:
+    """Flash attention takes half precision only, and neither soft-caps nor sinks."""
+    plain = softcap is None and sinks is None
+    return plain and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
 
 
 def varlen_attention(
