@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.models import save_base, tiny_model
+from transformers import AutoConfig
 
 from tlora.core.errors import ModelError
 from tlora.core.job import BaseSpec
@@ -114,6 +115,17 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(base: Path, damage: str) ->
     message = str(caught.value)
     assert message.startswith("base.model: ") and trouble in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("kind", ["musicgen", "musicgen_melody"])
+def test_a_configuration_of_several_models_is_refused_in_one_line(
+    tmp_path: Path, kind: str
+) -> None:
+    """It is asked for values that only its parts have: an AttributeError, when the shape is made."""
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=f"base.model: the {kind} in .* cannot be made") as caught:
+        load_shape(spec(tmp_path))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["org/absent", "absent", "a/b/c"])

@@ -75,6 +75,12 @@ def _causal_lm(base: BaseSpec, config: PretrainedConfig) -> PreTrainedModel:
         raise ModelError(
             f"base.model: '{base.model}' is no causal language model: {error}"
         ) from None
+    except Exception as error:
+        # A configuration of several models, or a part that needs a library which is not here.
+        raise ModelError(
+            f"base.model: the {config.model_type} in '{base.model}' cannot be made as a causal "
+            f"language model: {_first_line(error)}"
+        ) from error
 
 
 def _from_pretrained(base: BaseSpec, load: Callable, *, what: str = "model", **settings: object):
@@ -89,8 +95,7 @@ def _from_pretrained(base: BaseSpec, load: Callable, *, what: str = "model", **s
             raise ModelError(f"base.model: too little memory to load {name}: {error}") from error
         # A checkpoint can be wrong in as many ways as there are types: values of the configuration,
         # damaged weights, shapes, a file that cannot be had.
-        text = str(error).strip() or type(error).__name__
-        reason = text.splitlines()[0].rstrip(" :")
+        reason = _first_line(error)
         if path.is_dir():
             raise ModelError(
                 f"base.model: the {what} in {path} cannot be loaded: {reason}"
@@ -99,3 +104,8 @@ def _from_pretrained(base: BaseSpec, load: Callable, *, what: str = "model", **s
             f"base.model: '{base.model}' is neither a directory here nor a {what} that can be had "
             f"from the Hub: {reason}"
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0].rstrip(" :")

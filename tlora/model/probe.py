@@ -43,7 +43,8 @@ EXPERT_NOISE = 1e-4
 
 def check_layer_types(config: PretrainedConfig) -> None:
     """Refuse a configuration with layers that packing cannot honour; needs no weights."""
-    unknown = set(getattr(config.get_text_config(), "layer_types", None) or ()) - KNOWN_LAYER_TYPES
+    text = config.get_text_config(decoder=True)
+    unknown = set(getattr(text, "layer_types", None) or ()) - KNOWN_LAYER_TYPES
     if unknown:
         raise ModelError(
             f"base.model: {config.model_type} has layers of type {', '.join(sorted(unknown))}, "
@@ -105,7 +106,8 @@ def has_experts(model: PreTrainedModel) -> bool:
 @contextmanager
 def short_windows(model: PreTrainedModel) -> Iterator[None]:
     """While entered, sliding windows are shorter than the probe's sequences."""
-    owners = {id(owner): owner for owner in (model.config.get_text_config(), *model.modules())}
+    text = model.config.get_text_config(decoder=True)
+    owners = {id(owner): owner for owner in (text, *model.modules())}
     windows = [
         (owner, window)
         for owner in owners.values()

@@ -83,7 +83,9 @@ def start_of(job: JobSpec, targets: dict[str, Target]) -> AdapterFile:
 
 
 def context_length(config: PretrainedConfig) -> int | None:
-    return getattr(config, "max_position_embeddings", None)
+    """None where there is no limit; a model without one may say -1."""
+    length = getattr(config, "max_position_embeddings", None)
+    return length if length is not None and length > 0 else None
 
 
 def new_preparer(base: BaseSpec) -> Preparer:
