@@ -105,6 +105,7 @@ MIXTURES = {
     "qwen3_moe": Case("qwen3_moe", {**GROUPED, **EXPERTS}),
     "olmoe": Case("olmoe", EXPERTS),
     "granitemoe": Case("granitemoe", {"num_key_value_heads": 2, **EXPERTS}),
+    "phimoe": Case("phimoe", {"num_key_value_heads": 2, **EXPERTS}),
     "gpt_oss": Case("gpt_oss", {**GROUPED, **EXPERTS, "sliding_window": WINDOW}),
 }
 SETTINGS = {

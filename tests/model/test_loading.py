@@ -121,7 +121,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(base: Path, damage: str) ->
 def test_a_configuration_of_several_models_is_refused_in_one_line(
     tmp_path: Path, kind: str
 ) -> None:
-    """It is asked for values that only its parts have: an AttributeError, when the shape is made."""
+    """It is asked for values that only its parts have: an AttributeError."""
     AutoConfig.for_model(kind).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=f"base.model: the {kind} in .* cannot be made") as caught:
         load_shape(spec(tmp_path))

@@ -29,7 +29,8 @@ class Target:
 
 
 def find_targets(model: PreTrainedModel) -> dict[str, Target]:
-    """Every linear of the model but its output head, by path, in the order of the modules."""
+    """Every linear of the model but its output head, by path, in the order of the modules. A router
+    that is made as a linear but gives choices instead of one product is none."""
     head = model.get_output_embeddings()
     targets = {}
     for path, module in model.named_modules():
@@ -38,8 +39,25 @@ def find_targets(model: PreTrainedModel) -> dict[str, Target]:
         transposed = isinstance(module, Conv1D)
         weight: torch.Tensor = module.weight
         out_features, in_features = weight.shape[::-1] if transposed else weight.shape
-        targets[path] = Target(path, in_features, out_features, transposed)
+        if transposed or _gives_a_product(module, in_features, out_features):
+            targets[path] = Target(path, in_features, out_features, transposed)
     return targets
+
+
+def _gives_a_product(linear: nn.Module, in_features: int, out_features: int) -> bool:
+    """A linear with a forward of its own is looked at without its weights."""
+    if type(linear).forward is nn.Linear.forward:
+        return True
+    shapes = {
+        name: torch.empty_like(parameter, device="meta")
+        for name, parameter in linear.named_parameters()
+    }
+    x = torch.empty(2, in_features, dtype=shapes["weight"].dtype, device="meta")
+    try:
+        y = torch.func.functional_call(linear, shapes, (x,))
+    except Exception:
+        return False
+    return isinstance(y, torch.Tensor) and y.shape == (2, out_features)
 
 
 def choose_targets(job: JobSpec, targets: dict[str, Target]) -> list[Target]:
