@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from support.models import GPT2, GROUPED, SUPPORTED, super_model, tiny_model
+from support.models import GPT2, GROUPED, SUPPORTED, job_spec, super_model, tiny_model
 
-from tlora.core.errors import ModelError
+from tlora.core.errors import ModelError, SpecError
 from tlora.kernels.attention.layout import attention_layout
 from tlora.kernels.attention.packed import packed_attention
 from tlora.model.probe import PROBE_WINDOW, find_groups, has_experts, short_windows
@@ -236,8 +236,9 @@ def test_a_linear_that_runs_twice_or_never_is_left_out() -> None:
     model = tiny_model()
     model.model.layers[1].self_attn.q_proj = model.model.layers[0].self_attn.q_proj
     model.unused = torch.nn.Linear(32, 32)
-    groups = find_groups(model, find_targets(model))
+    groups, left_out = find_groups(model, find_targets(model))
     paths = {path for group in groups for path in group}
+    assert "runs 2 times" in left_out["model.layers.0.self_attn.q_proj"] and len(left_out) == 1
     assert "unused" not in paths and "model.layers.0.self_attn.q_proj" not in paths
     assert "model.layers.0.self_attn.k_proj" in paths
     assert "unused" not in super_model(model).targets
@@ -248,6 +249,15 @@ def test_a_linear_of_the_output_head_is_left_out() -> None:
     model = super_model(tiny_model("bert", is_decoder=True))
     assert len(model.targets) == 12
     assert all(path.startswith("bert.encoder") for path in model.targets)
+
+
+@pytest.mark.parametrize("names", ["all-linear", "dense", r".*\.dense", ("query", "dense")])
+def test_a_job_that_asks_for_a_linear_that_is_left_out_is_refused(names) -> None:
+    """PEFT would train it too: the job would silently be another one."""
+    model = super_model(tiny_model("bert", is_decoder=True))
+    with pytest.raises(SpecError, match=r"cls\.predictions\.transform\.dense does not see every"):
+        model.new_adapter(job_spec(targets=names))
+    assert len(model.new_adapter(job_spec(targets=("query", "value")))) == 4
 
 
 def test_a_model_without_linears_is_refused() -> None:

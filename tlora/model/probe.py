@@ -13,6 +13,7 @@ useful can be compared there.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -52,10 +53,20 @@ def check_layer_types(config: PretrainedConfig) -> None:
         )
 
 
-def find_groups(model: PreTrainedModel, targets: dict[str, Target]) -> list[list[str]]:
-    """Paths of linears that are called with one and the same tensor, in the order of the calls;
-    only of equal kind (plain or transposed). A linear that is never called, or more than once, or
-    that sees only the rows whose logits are kept (part of an output head), is left out."""
+class CalledLinears(NamedTuple):
+    """The linears that a forward calls, by path."""
+
+    groups: list[list[str]]
+    """Called with one and the same tensor, in the order of the calls; only of equal kind (plain or
+    transposed)."""
+
+    left_out: dict[str, str]
+    """Those that can carry no adapter here, though they would in PEFT, and why."""
+
+
+def find_groups(model: PreTrainedModel, targets: dict[str, Target]) -> CalledLinears:
+    """A linear that is called more than once, or that sees only the rows whose logits are kept
+    (part of an output head), is left out; one that is never called does nothing anywhere."""
     calls: list[tuple[str, torch.Tensor]] = []
 
     def recorder(path: str):
@@ -81,8 +92,13 @@ def find_groups(model: PreTrainedModel, targets: dict[str, Target]) -> list[list
         times[path] = times.get(path, 0) + 1
     groups: list[list[str]] = []
     inputs: list[torch.Tensor] = []
+    left_out: dict[str, str] = {}
     for path, x in calls:
-        if times[path] != 1 or x.shape[:-1].numel() != ids.numel():
+        if times[path] != 1:
+            left_out[path] = f"runs {times[path]} times in one pass"
+            continue
+        if x.shape[:-1].numel() != ids.numel():
+            left_out[path] = "does not see every token"
             continue
         together = groups and inputs[-1] is x
         if together and targets[groups[-1][0]].transposed == targets[path].transposed:
@@ -90,7 +106,7 @@ def find_groups(model: PreTrainedModel, targets: dict[str, Target]) -> list[list
         else:
             groups.append([path])
             inputs.append(x)
-    return groups
+    return CalledLinears(groups, left_out)
 
 
 def has_experts(model: PreTrainedModel) -> bool:

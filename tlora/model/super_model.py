@@ -47,7 +47,7 @@ from tlora.model.recomputing import recompute_layers
 from tlora.model.rope import separate_sequences
 from tlora.model.routing import NOT_COMPILED, Routing, Scaling
 from tlora.model.snapshot import Make, Snapshot
-from tlora.model.targets import check_fit, choose_targets, find_targets
+from tlora.model.targets import check_fit, check_reach, choose_targets, find_targets
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,9 @@ class SuperModel:
         return self.adapter_rows.pools
 
     def new_adapter(self, job: JobSpec) -> AdapterWeights:
-        """The start of a job's adapter."""
+        """The start of a job's adapter. Raises SpecError for a job that asks for linears which
+        cannot carry one."""
+        check_reach(job, self.targets, self._left_out)
         return {
             target.path: new_pair(
                 target.path,
@@ -316,7 +318,7 @@ class SuperModel:
     def _take_over(self, reserve_rows: int) -> None:
         """Put the pooled linears and the packed attention in; what comes out must stay the same."""
         own = own_logits(self.model)
-        grouped = find_groups(self.model, self.targets)
+        grouped, self._left_out = find_groups(self.model, self.targets)
         self._groups = replace_linears(
             self.model, grouped, self.targets, self.routing, reserve_rows=reserve_rows
         )

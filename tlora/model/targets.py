@@ -82,6 +82,27 @@ def choose_targets(job: JobSpec, targets: dict[str, Target]) -> list[Target]:
     return chosen
 
 
+def check_reach(job: JobSpec, targets: dict[str, Target], left_out: dict[str, str]) -> None:
+    """Refuse a job whose `lora.target_modules` reaches linears that are left out for these reasons:
+    with PEFT it would train them too."""
+    wanted = job.lora.target_modules
+    for path, reason in left_out.items():
+        if isinstance(wanted, str):
+            reached = wanted == "all-linear" or re.fullmatch(wanted, path) is not None
+            reached = reached or path.endswith(f".{wanted}")
+        else:
+            reached = any(path == name or path.endswith(f".{name}") for name in wanted)
+        if reached:
+            ends = {left.rpartition(".")[2] for left in left_out}
+            free = dict.fromkeys(t.leaf for t in targets.values() if t.leaf not in ends)
+            raise SpecError(
+                f"{path} {reason} and cannot carry an adapter; name others, such as "
+                f"{', '.join(free) or next(iter(targets))}",
+                job=job.name,
+                field="lora.target_modules",
+            )
+
+
 def check_fit(job: str, weights: AdapterWeights, targets: dict[str, Target]) -> None:
     """Every matrix must be of a linear that is there, and of its size."""
     for path, pair in weights.items():
