@@ -94,6 +94,13 @@ MORE_FAMILIES = {
     "ministral3": Case("ministral3", GROUPED),
     "exaone4": Case("exaone4", {**GROUPED, "sliding_window": WINDOW}),
     "nemotron": Case("nemotron", GROUPED),
+    "apertus": Case("apertus", {"num_key_value_heads": 2}),
+    "arcee": Case("arcee", GROUPED),
+    "glm": Case("glm", GROUPED),
+    "helium": Case("helium", GROUPED),
+    "seed_oss": Case("seed_oss", GROUPED),
+    "ernie4_5": Case("ernie4_5", GROUPED),
+    "hunyuan_v1_dense": Case("hunyuan_v1_dense", GROUPED),
     "gpt_bigcode": Case("gpt_bigcode", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48}),
 }
 MIXTURES = {

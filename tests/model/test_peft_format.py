@@ -137,6 +137,16 @@ def test_modules_are_named_by_leaf_unless_only_some_layers_are_adapted(tmp_path:
     ]
 
 
+def test_modules_that_are_named_by_number_are_named_by_path(tmp_path: Path) -> None:
+    """A number is a layer's name too, which PEFT cannot adapt."""
+    model = tiny_model("ctrl", n_embd=32, n_layer=2, n_head=4, dff=48, n_positions=64)
+    job = job_spec(targets=("0", "Wq"))
+    weights = adapter_for(model, job)
+    directory = export(tmp_path / "out", model, job, weights)
+    assert "transformer.h.0.ffn.0" in config_of(directory)["target_modules"]
+    assert peft_error(directory, model, job, weights) < 1e-5
+
+
 def test_rslora_is_written_into_alpha(tmp_path: Path) -> None:
     """Some loaders ignore the flag: alpha * sqrt(r) / r is alpha / sqrt(r)."""
     model = tiny_model()

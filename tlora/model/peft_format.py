@@ -128,10 +128,11 @@ def adapter_config(
 
 def _module_names(paths: list[str], targets: dict[str, Target]) -> list[str]:
     """Leaf names where they say it all; whole paths where a job adapts only some modules of a
-    name."""
+    name, or where it is a number, which every list of layers has too."""
     leaves = list(dict.fromkeys(targets[path].leaf for path in paths))
     reached = {path for path, target in targets.items() if target.leaf in leaves}
-    return leaves if reached == set(paths) else list(paths)
+    ambiguous = any(leaf.isdecimal() for leaf in leaves)
+    return leaves if reached == set(paths) and not ambiguous else list(paths)
 
 
 def read_adapter(directory: Path, targets: dict[str, Target]) -> AdapterFile:
