@@ -9,14 +9,13 @@ NaN, and shows that a scale off by 1 % is refused. --stages times each kernel be
 captured graph and, with --plain, without one; `by group` is the same from the groups timed one by
 one; `--how inside` has the update inside of frozen products (inside_group.py). --composed takes
 nano-batches as the engine makes them of so many jobs, not one with all of them. --warm first
-compiles every kernel, in processes side by side. Tables first, then one JSON line.
+compiles every kernel, in processes side by side. One JSON line per case, behind its table.
 """
 
 import argparse
 import itertools
 import json
 import statistics
-import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -32,6 +31,7 @@ from tlora.kernels.multi_lora import triton_backward as backward
 from tlora.kernels.multi_lora import triton_forward as forward
 from tlora.kernels.multi_lora.tables import Segment
 from tlora.kernels.streams import threshold
+from tlora.runtime.benchmark.record import commit
 
 
 def relative(value: torch.Tensor, expected: torch.Tensor) -> float:
@@ -352,6 +352,28 @@ def warm(cases: list[Case], shape: str, shadow: bool, hows: list[str]) -> None:
             each.result()
 
 
+def keep(lines: list[dict], args: argparse.Namespace) -> None:
+    """As soon as they are known: the device may be gone before the next case is measured."""
+    if not lines:
+        return
+    line = json.dumps(
+        {
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "commit": commit(),
+            "command": " ".join(sys.argv[1:]),
+            "shape": args.shape,
+            "results": lines,
+        }
+    )
+    if args.json:
+        with open(args.json, "a") as file:
+            file.write(line + "\n")
+    else:
+        print(line, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="8b", choices=SHAPES)
@@ -389,12 +411,12 @@ def main() -> None:
     parser.add_argument(
         "--batch", type=int, nargs="+", default=[1, 2, 4], help="with --composed, in sequences"
     )
+    parser.add_argument("--json", help="append the lines here instead of printing them")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a CUDA device")
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
-    lines = []
 
     cases = [
         Case(*values, args.zero, number, args.lengths, tuple(args.batch))
@@ -405,6 +427,7 @@ def main() -> None:
     if args.warm:
         warm(cases, args.shape, args.shadow, args.how)
     if args.check:
+        lines = []
         odd = [Case(1000, 7, "5", 0.1), Case(777, 3, "256", 0.0), Case(2047, 100, "9", 0.05)]
         for case in [*odd, *cases]:
             for name, features in SHAPES[args.shape].items():
@@ -413,7 +436,9 @@ def main() -> None:
         print(f"checked {len(lines)}: worst", max(r["worst"] for r in lines))
         for name, features in SHAPES[args.shape].items():
             print(f"same bits with other neighbours, {name}:", check_neighbours(features))
+        keep(lines, args)
     for case in cases:
+        lines = []
         if args.stages:
             result = stages(case, args.shape, args.shadow)
             lines.append({"what": "stages", "case": vars(case), "shadow": args.shadow, **result})
@@ -421,22 +446,7 @@ def main() -> None:
             timing = {"rounds": args.rounds, "inner": args.inner}
             result = layer(case, args.shape, args.shadow, args.how, args.plain, timing)
             lines.append({"what": "layer", "case": vars(case), "shadow": args.shadow, **result})
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    print(
-        json.dumps(
-            {
-                "device": torch.cuda.get_device_name(),
-                "torch": torch.__version__,
-                "triton": triton.__version__,
-                "commit": commit,
-                "command": " ".join(sys.argv[1:]),
-                "shape": args.shape,
-                "results": lines,
-            }
-        )
-    )
+        keep(lines, args)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from kernel_compiling import compile_only, remember_compiled, resources, start_c
 from triton.runtime import driver
 
 from tlora.kernels.multi_lora.blocks import Blocks
+from tlora.runtime.benchmark.record import commit
 
 KERNELS = ("reduce_b", "sum", "reduce_a", "expand_y", "expand_dx", "shrink_x")
 
@@ -91,15 +92,6 @@ def held_clock(mhz: int) -> Iterator[bool]:
     finally:
         if held:
             subprocess.run([tool, "--reset-gpu-clocks"], capture_output=True, check=False)
-
-
-def commit() -> str | None:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
-        return None
-    return run.stdout.strip() or None
 
 
 def versions() -> dict:

@@ -13,7 +13,6 @@ which this device copies. Tables first, then one JSON line.
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +32,7 @@ from tlora.kernels.linear_cross_entropy.triton_softmax import (
     cross_entropy,
     new_logits,
 )
+from tlora.runtime.benchmark.record import commit
 
 VOCABULARY = 128_256
 HEADS = {"8b": 4096, "1b": 2048}
@@ -249,14 +249,11 @@ def main() -> None:
     gb_s = copy_gb_s()
     results = [measure(name, rows, gb_s) for name in args.heads for rows in args.rows]
     tunings = [tune(name, max(args.rows)) for name in args.heads] if args.tune else []
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     line = json.dumps(
         {
             "v": 1,
             "kind": "loss",
-            "commit": commit,
+            "commit": commit(),
             "command": " ".join(["python", *sys.argv]),
             "device": torch.cuda.get_device_name(),
             "versions": {"torch": torch.__version__, "triton": triton.__version__},

@@ -15,7 +15,6 @@ then one JSON line.
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -26,6 +25,7 @@ import triton
 from tlora.kernels.adamw import Order, Rows, Work, triton_steps
 from tlora.kernels.adamw.triton_steps import Tuning
 from tlora.kernels.adamw.work import CHUNK
+from tlora.runtime.benchmark.record import commit
 
 # Layers, and of each group of linears the input and the outputs.
 SHAPES = {
@@ -308,16 +308,13 @@ def main() -> None:
     for shape in args.shape:
         results.append({"shape": shape, "sweep": sweep(shape)} if args.sweep else measure(shape))
         torch.cuda.empty_cache()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     line = json.dumps(
         {
             "benchmark": "gpu_optimiser",
             "device": torch.cuda.get_device_name(),
             "torch": torch.__version__,
             "triton": triton.__version__,
-            "commit": commit,
+            "commit": commit(),
             "command": " ".join(sys.argv),
             "chunk": CHUNK,
             "results": results,

@@ -16,7 +16,6 @@ then one JSON line.
 import argparse
 import itertools
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from tlora.kernels.multi_lora.settings import PRODUCT, Tuning
 from tlora.kernels.multi_lora.tables import Segment
 from tlora.kernels.multi_lora.triton_pages import lay, new_slots, sum_into_slots
 from tlora.kernels.multi_lora.triton_product import Update, product
+from tlora.runtime.benchmark.record import commit
 
 SETTINGS = {
     "128x256 s3": PRODUCT,
@@ -340,14 +340,12 @@ def main() -> None:
     if not settings:
         sys.exit("no setting works here")
     result = measure([p for p in PRODUCTS if p.name in args.only], settings, args.seconds)
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     line = json.dumps(
         {
             "device": torch.cuda.get_device_name(),
             "torch": torch.__version__,
             "triton": triton.__version__,
-            "commit": os.environ.get("TLORA_COMMIT", commit),
+            "commit": commit(),
             "command": " ".join(sys.argv[1:]),
             "trials": trials,
             **result,

@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -28,6 +27,7 @@ from linear_group import Case, Group
 
 from tlora.kernels.multi_lora import devices, settings
 from tlora.kernels.multi_lora.settings import Tuning
+from tlora.runtime.benchmark.record import commit
 
 HOW = "write"
 
@@ -185,9 +185,6 @@ def main() -> None:
         for adapters, ranks in itertools.product(args.adapters, args.ranks)
     ]
     warm(cases, args.shape, ways)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     for case in cases:
         result = measure(case, args.shape, ways, {"rounds": args.rounds, "inner": args.inner})
         line = {
@@ -195,7 +192,7 @@ def main() -> None:
             "device": torch.cuda.get_device_name(),
             "torch": torch.__version__,
             "triton": triton.__version__,
-            "commit": commit,
+            "commit": commit(),
             "command": " ".join(sys.argv[1:]),
             "case": vars(case),
             **result,
