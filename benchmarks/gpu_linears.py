@@ -15,6 +15,7 @@ compiles every kernel, in processes side by side. One JSON line per case, behind
 import argparse
 import itertools
 import json
+import os
 import statistics
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -330,6 +331,11 @@ def by_group(times: dict[str, float], how: str) -> float:
     return sums[how] / sums["frozen"] - 1
 
 
+def workers() -> int:
+    """Processes that compile side by side."""
+    return max(2, (os.cpu_count() or 2) - 2)
+
+
 def compile_group(case: Case, features: tuple, shadow: bool, hows: list[str]) -> None:
     """Run every kernel of a group once; what it compiles is kept on disk for others."""
     group = new_group(case, features, shadow, hows)
@@ -342,7 +348,7 @@ def compile_group(case: Case, features: tuple, shadow: bool, hows: list[str]) ->
 def warm(cases: list[Case], shape: str, shadow: bool, hows: list[str]) -> None:
     """One case of each that compiles something of its own, in processes side by side."""
     kinds = {(c.tokens, c.max_rank, c.dropout, max(32, c.adapters)): c for c in cases}
-    with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers(), mp_context=get_context("spawn")) as pool:
         made = [
             pool.submit(compile_group, case, features, shadow, hows)
             for case in kinds.values()

@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -37,6 +37,7 @@ from tlora.runtime.benchmark.record import commit
 
 SETTINGS = {
     "128x256 s3": PRODUCT,
+    "128x256 s4 halves": replace(PRODUCT, stages=4, halves=True),
     "128x128 s4": Tuning(tokens=128, features=128, warps=4, stages=4, programs=1),
     "128x128 s5": Tuning(tokens=128, features=128, warps=8, stages=5, programs=1),
     "128x256 s2": Tuning(tokens=128, features=256, warps=8, stages=2, programs=1),
@@ -122,7 +123,7 @@ class Inputs:
 
     def ours(self, setting: str, update: Update | None = None) -> Callable:
         options = {"by_feature": not self.product.backward, "tuning": SETTINGS[setting]}
-        return lambda: product(self.y, [self.x], [self.laid], update=update, **options)
+        return lambda: product([self.y], [self.x], [self.laid], update=update, **options)
 
     def fused(self, setting: str, segments: list[Segment]) -> Callable:
         """Without what lays S and B, which takes some microseconds."""
@@ -145,8 +146,8 @@ class Inputs:
                 torch.empty_like(self.s), slots, self.s[None], [p.depth], p.depth, blocks,
                 tokens=8, parts=1,
             )  # fmt: skip
-            return self.ours(setting, Update(slots, self.rows, blocks, "backward"))
-        slots, (turned,) = lay(self.s, [self.rows], blocks)
+            return self.ours(setting, Update(slots, [self.rows], blocks, "backward"))
+        slots, turned = lay(self.s, [self.rows], blocks)
         return self.ours(setting, Update(slots, turned, blocks, "forward"))
 
     def expected(self) -> torch.Tensor:

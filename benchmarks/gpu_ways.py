@@ -1,4 +1,4 @@
-"""An 8B layer's linears under several settings of the kernels, in the same rounds as frozen ones.
+"""A layer's linears under several settings of the kernels, in the same rounds as frozen ones.
 
     python benchmarks/gpu_ways.py --json ways.jsonl --inner 32 --rounds 4 \\
         --ways "read = reduce_b large: sent=False reload=False stages=4" \\
@@ -6,7 +6,8 @@
 
 A way is a name and what it changes in lines of `settings.TUNINGS`; the settings as they are come
 first. Whether a way leaves the bits of the usual settings is said beside its times. Cases as in
-gpu_linears.py: bf16 copies of the pools, adapters first, no dropout. One JSON line per case.
+gpu_linears.py: bf16 copies of the pools, adapters first or, `--how inside`, inside of the products
+that have them there, no dropout. One JSON line per case.
 """
 
 import argparse
@@ -21,15 +22,14 @@ from multiprocessing import get_context
 
 import torch
 import triton
-from gpu_linears import by_group, graph_of, times_us
+from gpu_linears import by_group, graph_of, new_group, times_us, workers
+from inside_group import WAYS
 from layer_shapes import SHAPES
 from linear_group import Case, Group
 
 from tlora.kernels.multi_lora import devices, settings
 from tlora.kernels.multi_lora.settings import Tuning
 from tlora.runtime.benchmark.record import commit
-
-HOW = "write"
 
 
 @dataclass(frozen=True)
@@ -77,32 +77,32 @@ def _parse_value(text: str) -> tuple[str, int | bool | str]:
     return field, int(value) if value.isdigit() else value
 
 
-def outputs(groups: dict[str, Group]) -> list[torch.Tensor]:
+def outputs(groups: dict[str, Group], how: str) -> list[torch.Tensor]:
     """Of a forward and backward, over gradients that are the same every time."""
     found = []
     for group in groups.values():
         grads = [group.grad_a, *group.grad_b]
         for grad in grads:
             grad.fill_(0.5)
-        group.forward(HOW)
-        group.backward(HOW)
+        group.forward(how)
+        group.backward(how)
         found += [each.clone() for each in (*group.y, group.dx, *grads)]
     return found
 
 
-def steps_of(groups: dict[str, Group], way: Way) -> dict[str, torch.cuda.CUDAGraph]:
+def steps_of(groups: dict[str, Group], way: Way, how: str) -> dict[str, torch.cuda.CUDAGraph]:
     """The layer, and each group by itself."""
 
     def all_groups() -> None:
         for group in groups.values():
-            group.forward(HOW)
+            group.forward(how)
         for group in reversed(groups.values()):
-            group.backward(HOW)
+            group.backward(how)
 
     found = {way.name: graph_of(all_groups)}
     for name, group in groups.items():
-        found[f"{name} {way.name} fwd"] = graph_of(lambda g=group: g.forward(HOW))
-        found[f"{name} {way.name} bwd"] = graph_of(lambda g=group: g.backward(HOW))
+        found[f"{name} {way.name} fwd"] = graph_of(lambda g=group: g.forward(how))
+        found[f"{name} {way.name} bwd"] = graph_of(lambda g=group: g.backward(how))
     return found
 
 
@@ -120,16 +120,16 @@ def frozen_steps(groups: dict[str, Group]) -> dict[str, torch.cuda.CUDAGraph]:
     return found
 
 
-def measure(case: Case, shape: str, ways: list[Way], timing: dict[str, int]) -> dict:
-    groups = {name: Group(case, f, shadow=True) for name, f in SHAPES[shape].items()}
+def measure(case: Case, shape: str, ways: list[Way], how: str, timing: dict[str, int]) -> dict:
+    groups = {name: new_group(case, f, True, [how]) for name, f in SHAPES[shape].items()}
     graphs = frozen_steps(groups)
     same, right = {}, None
     for way in ways:
         with way.in_force():
-            found = outputs(groups)
+            found = outputs(groups, how)
             right = right or found
             same[way.name] = all(torch.equal(u, v) for u, v in zip(found, right, strict=True))
-            graphs |= steps_of(groups, way)
+            graphs |= steps_of(groups, way, how)
     times = times_us({name: graph.replay for name, graph in graphs.items()}, **timing)
     result = {}
     for way in ways:
@@ -142,20 +142,20 @@ def measure(case: Case, shape: str, ways: list[Way], timing: dict[str, int]) -> 
     return {"ways": result, "us": {name: round(us, 1) for name, us in times.items()}}
 
 
-def compile_way(case: Case, features: tuple, way: Way) -> None:
+def compile_way(case: Case, features: tuple, way: Way, how: str) -> None:
     """In a process of its own: what it compiles is kept on disk for others."""
     with way.in_force():
-        group = Group(case, features, shadow=True)
-        group.forward(HOW)
-        group.backward(HOW)
+        group = new_group(case, features, True, [how])
+        group.forward(how)
+        group.backward(how)
         torch.cuda.synchronize()
 
 
-def warm(cases: list[Case], shape: str, ways: list[Way]) -> None:
+def warm(cases: list[Case], shape: str, ways: list[Way], how: str) -> None:
     kinds = {(case.max_rank, max(32, case.adapters)): case for case in cases}
-    with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers(), mp_context=get_context("spawn")) as pool:
         made = [
-            pool.submit(compile_way, case, features, way)
+            pool.submit(compile_way, case, features, way, how)
             for case, way, features in itertools.product(
                 kinds.values(), ways, SHAPES[shape].values()
             )
@@ -168,6 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ways", nargs="+", type=parse_way, default=[])
     parser.add_argument("--shape", default="8b", choices=SHAPES)
+    parser.add_argument("--how", default="write", choices=["write", *WAYS])
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--adapters", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--ranks", nargs="+", default=["mixed"])
@@ -184,9 +185,10 @@ def main() -> None:
         Case(args.tokens, adapters, ranks, 0.0, args.zero)
         for adapters, ranks in itertools.product(args.adapters, args.ranks)
     ]
-    warm(cases, args.shape, ways)
+    warm(cases, args.shape, ways, args.how)
     for case in cases:
-        result = measure(case, args.shape, ways, {"rounds": args.rounds, "inner": args.inner})
+        timing = {"rounds": args.rounds, "inner": args.inner}
+        result = measure(case, args.shape, ways, args.how, timing)
         line = {
             "kind": "gpu_ways",
             "device": torch.cuda.get_device_name(),

@@ -223,9 +223,9 @@ def test_products_with_the_update_inside_are_captured_too(monkeypatch: pytest.Mo
         run.attach("b", 16)
         run.step(5)
     graphs, captures, launches = graphs_compiled(), captured.model.captures, len(launched)
-    # Of three layers: seven linears forward, four groups backward. Twice before the capture, where
-    # nobody asks for what comes before the first q, k and v, and once in it.
-    assert captures == 1 and launches == 2 * (3 * 11 - 1) + 3 * 11
+    # Of three layers: four groups forward and backward. Twice before the capture, where nobody asks
+    # for what comes before the first q, k and v, and once in it.
+    assert captures == 1 and launches == 2 * (3 * 8 - 1) + 3 * 8
     for run in (plain, captured):
         come_and_go(run)
     assert (graphs_compiled(), captured.model.captures, len(launched)) == (

@@ -156,7 +156,7 @@ def test_products_with_the_update_inside_match_the_reference(way: Way):
     def product(tuning: Tuning) -> torch.Tensor:
         y = torch.full((tokens, width), float("nan"), device="cuda", dtype=torch.bfloat16)
         if way == "forward":
-            slots, (turned,) = triton_pages.lay(s, [rows], blocks)
+            slots, turned = triton_pages.lay(s, [rows], blocks)
             laid = triton_product.Update(slots, turned, blocks, way)
         else:
             ds = torch.empty_like(parts[0])
@@ -164,10 +164,10 @@ def test_products_with_the_update_inside_match_the_reference(way: Way):
             triton_pages.sum_into_slots(
                 ds, slots, parts, [depth], depth // 3 + 1, blocks, tokens=8, parts=8
             )
-            laid = triton_product.Update(slots, rows, blocks, way)
+            laid = triton_product.Update(slots, [rows], blocks, way)
         weights = [w.T.contiguous() if way == "forward" else w]
         by_feature = way == "forward"
-        triton_product.product(y, [x], weights, by_feature=by_feature, update=laid, tuning=tuning)
+        triton_product.product([y], [x], weights, by_feature=by_feature, update=laid, tuning=tuning)
         return y
 
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -61,9 +61,9 @@ def test_a_product_that_is_wrong_is_seen(fresh, monkeypatch, caplog):
         pytest.skip("no product takes the update inside on this device")
     product = triton_product.product
 
-    def wrong(y, *arguments, **options):
-        product(y, *arguments, **options)
-        y[4097] = 0
+    def wrong(ys, *arguments, **options):
+        product(ys, *arguments, **options)
+        ys[0][4097] = 0
 
     monkeypatch.setattr(triton_product, "product", wrong)
     assert proving.proven_ways(fresh, torch.bfloat16, GROUPS[1], ways) == ()

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def compiled(tuning: Tuning, *, num: int, update: bool, by_feature: bool):
+def compiled(tuning: Tuning, *, num: int, update: bool, by_feature: bool, apart: bool = False):
     from tlora.kernels.multi_lora.triton_product import product_kernel
 
     def descriptor(rows: int, columns: int) -> str:
@@ -25,16 +25,17 @@ def compiled(tuning: Tuning, *, num: int, update: bool, by_feature: bool):
 
     x = descriptor(pages.BLOCK, pages.PAGE)
     tile = (pages.PAGE, tuning.features)
+    y = descriptor(pages.BLOCK, tuning.features // 2 if tuning.halves else tuning.features)
     w = descriptor(*(reversed(tile) if by_feature else tile))
     types = {
         **dict.fromkeys(("x0_desc", "x1_desc", "x2_desc", "s_desc"), x),
-        **dict.fromkeys(("w0_desc", "w1_desc", "w2_desc", "rows_desc"), w),
-        "y_desc": descriptor(pages.BLOCK, tuning.features),
+        **{f"{name}{i}_desc": w for name in ("w", "rows") for i in range(3)},
+        **{f"y{i}_desc": y for i in range(3)},
         "p_table": "*i32",
     }
     constants = {
         "BM": pages.BLOCK, "BN": tuning.features, "STEP": pages.PAGE, "MOST": 32, "NUM": num,
-        "UPDATE": update, "BY_FEATURE": by_feature,
+        "APART": apart, "UPDATE": update, "BY_FEATURE": by_feature, "HALVES": tuning.halves,
     }  # fmt: skip
     return compiled_kernel(product_kernel, types, constants, tuning)
 
@@ -72,15 +73,19 @@ def resources(kernel, folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("num", "update", "by_feature"),
-    [(1, True, True), (3, True, False), (1, False, True), (1, False, False)],
-)
+    ("num", "apart", "update", "by_feature"),
+    [
+        (1, False, True, True), (3, True, True, True), (3, False, True, False),
+        (1, False, False, True), (1, False, False, False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("tuning", [PRODUCT, replace(PRODUCT, stages=4, halves=True)])
 def test_steps_are_loaded_ahead_whatever_they_read(
-    num: int, update: bool, by_feature: bool, tmp_path: Path
+    num: int, apart: bool, update: bool, by_feature: bool, tuning: Tuning, tmp_path: Path
 ):
     """By the copy engine, while the tensor cores have one product on its way; in one loop, in the
     shared memory that there is, and without spills."""
-    kernel = compiled(PRODUCT, num=num, update=update, by_feature=by_feature)
+    kernel = compiled(tuning, num=num, update=update, by_feature=by_feature, apart=apart)
     assert kernel.metadata.shared <= MEASURED.shared_bytes
     layouts, ptx = kernel.asm["ttgir"], kernel.asm["ptx"]
     assert layouts.count("scf.for") == 1

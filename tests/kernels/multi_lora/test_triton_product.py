@@ -25,6 +25,9 @@ RANKS = (5, 64, 16)
 DEPTHS = (DEPTH, 64, 72)
 """Of the products that are summed."""
 
+WIDTHS = (WIDTH, 72, 264)
+"""Of those that have an output each: three tiles, one and three of 128 features."""
+
 TILE = 48
 """Features that a part of dS is of: three, two and two parts of these."""
 
@@ -57,17 +60,18 @@ def randn(*shape: int) -> torch.Tensor:
 
 
 class Problem:
-    """Forward, a product of each of two linears; backward, one product of both. Rows of nobody are
-    finite, as in a pool."""
+    """Forward, a product of each of two linears, which may differ in width; backward, one product
+    of both. Rows of nobody are finite, as in a pool."""
 
     def __init__(self, segments: list[Segment], way: pages.Way, linears: int = 2):
         torch.manual_seed(0)
         self.segments, self.way, self.linears = segments, way, linears
-        depths = self.depths = DEPTHS[:linears]
+        depths, widths = DEPTHS[:linears], WIDTHS[:linears]
+        self.depths, self.widths = depths, widths
         layout = Layout(
             num_tokens=TOKENS,
             in_features=DEPTH if way == "forward" else WIDTH,
-            out_features=(WIDTH,) * linears if way == "forward" else depths,
+            out_features=widths if way == "forward" else depths,
             max_segments=32,
             max_rank=152,
             dropout=False,
@@ -75,7 +79,7 @@ class Problem:
         )
         self.blocks = Blocks.new(layout, DEVICE)
         self.blocks.copy(segments)
-        self.rows = [randn(75 * pages.SLOTS + 300, WIDTH) * 64**-0.5 for _ in range(linears)]
+        self.rows = [randn(75 * pages.SLOTS + 300, width) * 64**-0.5 for width in widths]
         if way == "backward":
             self.parts = randn(-(-max(depths) // TILE), TOKENS, layout.s_width) / 2
             self.rows = self.rows[:1] * linears
@@ -84,7 +88,7 @@ class Problem:
         else:
             self.s = randn(TOKENS, layout.s_width)
             self.x = [randn(TOKENS, DEPTH)] * linears
-            self.w = [randn(WIDTH, DEPTH) * DEPTH**-0.5 for _ in range(linears)]
+            self.w = [randn(width, DEPTH) * DEPTH**-0.5 for width in widths]
         # As kernels leave it: zeros behind a rank, up to a multiple of eight.
         s = self.s[None] if way == "forward" else self.parts
         for each in segments:
@@ -94,17 +98,18 @@ class Problem:
     def run(self, tuning: Tuning = TUNING) -> list[torch.Tensor]:
         """Over outputs of NaN."""
         outputs = [
-            torch.full((TOKENS, WIDTH), torch.nan, device=DEVICE, dtype=DTYPE)
-            for _ in range(self.linears if self.way == "forward" else 1)
+            torch.full((TOKENS, width), torch.nan, device=DEVICE, dtype=DTYPE)
+            for width in (self.widths if self.way == "forward" else (WIDTH,))
         ]
         if self.way == "backward":
-            update = triton_product.Update(self.placed()[1], self.rows[0], self.blocks, "backward")
-            triton_product.product(outputs[0], self.x, self.w, update=update, tuning=tuning)
+            update = triton_product.Update(self.placed()[1], self.rows[:1], self.blocks, "backward")
+            triton_product.product(outputs, self.x, self.w, update=update, tuning=tuning)
             return outputs
         slots, turned = triton_pages.lay(self.s, self.rows, self.blocks)
-        for i, (y, x, w) in enumerate(zip(outputs, self.x, self.w, strict=True)):
-            update = triton_product.Update(slots, turned[i], self.blocks, "forward", i)
-            triton_product.product(y, [x], [w], by_feature=True, update=update, tuning=tuning)
+        update = triton_product.Update(slots, turned, self.blocks, "forward")
+        triton_product.product(
+            outputs, self.x[:1], self.w, by_feature=True, update=update, tuning=tuning
+        )
         return outputs
 
     def placed(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,6 +170,26 @@ def test_a_product_sums_over_the_linears_of_a_group(linears: int):
 
 
 @runs_kernels
+def test_products_of_one_input_have_an_output_each():
+    """Of several widths: the first tile of one linear follows the last of another."""
+    segments = [in_eights(0, 150, 1, (16, 24, 64)), in_eights(150, 290, 0, (8, 0, 40))]
+    problem = Problem(segments, "forward", 3)
+    both = zip(problem.run(), problem.expected(), problem.expected(1.03), strict=True)
+    for linear, (found, right, twin) in enumerate(both):
+        assert error(found, right) < LIMIT < error(found, twin), linear
+
+
+@runs_kernels
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_a_tile_that_is_stored_in_halves_has_the_same_bits(way: pages.Way):
+    """Also where the second half lies beyond the last feature."""
+    problem = Problem([in_eights(0, 150, 1, (16, 24, 64))], way, 3)
+    in_halves = problem.run(replace(TUNING, stages=4, halves=True))
+    for one, other in zip(problem.run(), in_halves, strict=True):
+        assert torch.equal(one, other) and not one.isnan().any()
+
+
+@runs_kernels
 def test_a_block_may_have_as_many_jobs_as_there_are_slots():
     crowd = [in_eights(4 * i, 4 * i + 4, i, (8,)) for i in range(pages.SLOTS)]
     problem = Problem(crowd, "backward", 1)
@@ -178,7 +203,7 @@ def test_a_block_may_have_as_many_jobs_as_there_are_slots():
 def test_how_many_programs_there_are_changes_no_bit(programs: int, monkeypatch):
     """Fewer than tiles, more than tiles: the last of them have fewer tiles, and unlike steps."""
     problem = Problem(CASES["two in a block, gaps, one without tokens, "
-                            "one with no adapter on a linear"], "forward")  # fmt: skip
+                            "one with no adapter on a linear"], "forward", 2)  # fmt: skip
     usual = problem.run()
     monkeypatch.setattr(triton_product, "_processors", lambda _: programs)
     for one, other in zip(usual, problem.run(), strict=True):
@@ -212,7 +237,7 @@ def test_every_tile_is_written_where_the_last_wave_is_not_full(features: int, by
     y = torch.full((tokens, width), torch.nan, device=DEVICE, dtype=DTYPE)
     laid = w.T.contiguous() if by_feature else w
     tuning = replace(TUNING, features=features)
-    triton_product.product(y, [x], [laid], by_feature=by_feature, tuning=tuning)
+    triton_product.product([y], [x], [laid], by_feature=by_feature, tuning=tuning)
     assert error(y, x.float() @ w.float()) < LIMIT
 
 
@@ -257,7 +282,7 @@ def test_b_turned_has_every_column_that_a_page_reads():
     problem = Problem(jobs, "forward")
     _, turned = triton_pages.lay(problem.s, problem.rows, problem.blocks)
     for linear, (found, rows) in enumerate(zip(turned, problem.rows, strict=True)):
-        wanted = torch.zeros(WIDTH, 16 + 160 + pages.PAGE, device=DEVICE, dtype=DTYPE)
+        wanted = rows.new_zeros(rows.shape[1], 16 + 160 + pages.PAGE)
         first = 0
         for job in (jobs[0], jobs[2]):
             rank, row = job.ranks[linear], job.b_rows[linear]
