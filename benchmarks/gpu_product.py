@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -37,7 +37,6 @@ from tlora.runtime.benchmark.record import commit
 
 SETTINGS = {
     "128x256 s3": PRODUCT,
-    "128x256 s4 halves": replace(PRODUCT, stages=4, halves=True),
     "128x128 s4": Tuning(tokens=128, features=128, warps=4, stages=4, programs=1),
     "128x128 s5": Tuning(tokens=128, features=128, warps=8, stages=5, programs=1),
     "128x256 s2": Tuning(tokens=128, features=256, warps=8, stages=2, programs=1),

@@ -180,16 +180,6 @@ def test_products_of_one_input_have_an_output_each():
 
 
 @runs_kernels
-@pytest.mark.parametrize("way", ["forward", "backward"])
-def test_a_tile_that_is_stored_in_halves_has_the_same_bits(way: pages.Way):
-    """Also where the second half lies beyond the last feature."""
-    problem = Problem([in_eights(0, 150, 1, (16, 24, 64))], way, 3)
-    in_halves = problem.run(replace(TUNING, stages=4, halves=True))
-    for one, other in zip(problem.run(), in_halves, strict=True):
-        assert torch.equal(one, other) and not one.isnan().any()
-
-
-@runs_kernels
 def test_a_block_may_have_as_many_jobs_as_there_are_slots():
     crowd = [in_eights(4 * i, 4 * i + 4, i, (8,)) for i in range(pages.SLOTS)]
     problem = Problem(crowd, "backward", 1)

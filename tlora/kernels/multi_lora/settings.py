@@ -46,9 +46,6 @@ class Tuning:
     snake: bool = False
     """`reduce`: programs take items from the other end of the list in every other round."""
 
-    halves: bool = False
-    """Products: a tile is stored in two halves, which leaves room for one more stage."""
-
     @property
     def limits(self) -> dict[str, int]:
         return {"maxnreg": self.registers} if self.registers else {}

@@ -40,12 +40,17 @@ device, and share what they read."""
 
 
 @triton.jit
-def _tile(i_tile, num_m, num_n, wave):
-    """Its block of tokens, and which of the features."""
+def _tile(i_tile, num_m, num_n, end_0, end_1, wave, APART: tl.constexpr):
+    """Its linear, where each has its own, its block of tokens, and which of the features."""
     first = i_tile // (wave * num_n) * wave
     i_inside = i_tile % (wave * num_n)
     blocks = tl.minimum(wave, num_m - first)
-    return first + i_inside % blocks, i_inside // blocks
+    i_m, i_n = first + i_inside % blocks, i_inside // blocks
+    i_l = i_n * 0
+    if APART:
+        i_l = (i_n >= end_0).to(tl.int32) + (i_n >= end_1).to(tl.int32)
+        i_n -= tl.where(i_l == 0, 0, tl.where(i_l == 1, end_0, end_1))
+    return i_l, i_m, i_n
 
 
 @triton.jit(
@@ -65,22 +70,20 @@ def product_kernel(
     p_table, first_head, num_m, num_n, end_0, end_1, num_k, wave,
     BM: tl.constexpr, BN: tl.constexpr, STEP: tl.constexpr, MOST: tl.constexpr,
     NUM: tl.constexpr, APART: tl.constexpr, UPDATE: tl.constexpr, BY_FEATURE: tl.constexpr,
-    HALVES: tl.constexpr,
 ):  # fmt: skip
     """y0 [tokens, features] = the sum of NUM products x w + the steps of each tile's own pages, or,
     APART, a y of each. end_0, end_1: steps of the first product, and of the first two; APART, their
     tiles of features. MOST: tiles of a program, or more. BY_FEATURE: w and rows lie as [features,
-    depth]. HALVES: a tile is stored in two."""
+    depth]."""
     p_heads = p_table + first_head
     num_tiles, programs = num_m * num_n, tl.num_programs(0)
     o_tile = tl.program_id(0) + tl.arange(0, MOST) * programs
     m_tile = o_tile < num_tiles
     b_steps = tl.where(m_tile, num_k, 0)
     if UPDATE:
-        o_m, o_n = _tile(tl.minimum(o_tile, num_tiles - 1), num_m, num_n, wave)
-        if APART:
-            o_m += ((o_n >= end_0).to(tl.int32) + (o_n >= end_1).to(tl.int32)) * num_m
-        b_steps += tl.load(p_heads + o_m * HEAD, mask=m_tile, other=0)  # [MOST]
+        o_l, o_m, _ = _tile(tl.minimum(o_tile, num_tiles - 1), num_m, num_n, end_0, end_1, wave,
+                            APART)  # fmt: skip
+        b_steps += tl.load(p_heads + (o_l * num_m + o_m) * HEAD, mask=m_tile, other=0)  # [MOST]
     # One loop over all steps of all tiles: loads of the next tile are on their way while this one
     # is stored. Triton makes one of two loops itself only where all tiles have as many steps.
     i_tile = tl.program_id(0) - programs
@@ -95,10 +98,7 @@ def product_kernel(
         i_k = tl.where(i_k == last, 0, i_k + 1)
         if i_k == 0:
             i_tile += programs
-            i_m, i_n = _tile(i_tile, num_m, num_n, wave)
-            if APART:
-                i_l = (i_n >= end_0).to(tl.int32) + (i_n >= end_1).to(tl.int32)
-                i_n -= tl.where(i_l == 0, 0, tl.where(i_l == 1, end_0, end_1))
+            i_l, i_m, i_n = _tile(i_tile, num_m, num_n, end_0, end_1, wave, APART)
             last = num_k - 1
             if UPDATE:
                 p_head = p_heads + (i_l * num_m + i_m) * HEAD
@@ -140,13 +140,7 @@ def product_kernel(
         b_w = w.load([i_n * BN, at_w]).T if BY_FEATURE else w.load([at_w, i_n * BN])
         b_y = tl.dot(b_x, b_w, b_y)
         if i_k == last:
-            if HALVES:
-                # Half of a tile on its way to be stored leaves room for one more stage of loads.
-                b_left, b_right = tl.split(b_y.reshape(BM, 2, BN // 2).permute(0, 2, 1))
-                y_desc.store([i_m * BM, i_n * BN], b_left.to(y_desc.dtype))
-                y_desc.store([i_m * BM, i_n * BN + BN // 2], b_right.to(y_desc.dtype))
-            else:
-                y_desc.store([i_m * BM, i_n * BN], b_y.to(y_desc.dtype))
+            y_desc.store([i_m * BM, i_n * BN], b_y.to(y_desc.dtype))
             b_y = tl.zeros((BM, BN), dtype=tl.float32)
 
 
@@ -189,8 +183,7 @@ def product(
     tile = [features, page] if by_feature else [page, features]
     x_descs = [TensorDescriptor.from_tensor(x, [block, page]) for x in xs]
     w_descs = [TensorDescriptor.from_tensor(w, tile) for w in ws]
-    stored = [block, features // 2 if tuning.halves else features]
-    y_descs = [TensorDescriptor.from_tensor(y, stored) for y in ys]
+    y_descs = [TensorDescriptor.from_tensor(y, [block, features]) for y in ys]
     s_desc, rows_descs, table, first_head = x_descs[0], w_descs[:1], ys[0], 0
     if update:
         s_desc = TensorDescriptor.from_tensor(update.slots, [block, page])
@@ -206,7 +199,7 @@ def product(
         table, first_head, num_m, num_n, *ends[:2], depths[-1],
         min(WAVE_BLOCKS, num_m),
         block, features, page, triton.next_power_of_2(-(-num_m * num_n // programs)),
-        len(ws), apart, update is not None, by_feature, tuning.halves,
+        len(ws), apart, update is not None, by_feature,
         num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip
 
