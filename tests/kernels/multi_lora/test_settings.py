@@ -64,7 +64,7 @@ TILES = {  # tokens, features, warps, stages, registers, programs, parts, turned
     "expand_dx dropout": (64, 128, 4, 2, 0, 8, 132, 0),
     "expand float32": (32, 64, 4, 2, 0, 8, 132, 0),
     "reduce_a small": (64, 128, 4, 3, 0, 3, 132, 0),
-    "reduce_a large": (64, 64, 4, 3, 128, 4, 132, 64),
+    "reduce_a large": (64, 128, 4, 3, 168, 3, 132, 64),
     "reduce_a dropout": (64, 64, 4, 3, 128, 4, 132, 0),
     "reduce_b small": (64, 256, 4, 3, 0, 2, 132, 64),
     "reduce_b large": (64, 256, 8, 3, 0, 1, 132, 64),
