@@ -1,5 +1,6 @@
 """The same linears with the adapters' update inside the frozen products: of Y (`forward`), of dX
-(`backward`, without dropout), of `both`, or of those that the settings choose (`inside`)."""
+(`backward`, without dropout), of `both`, of those that the settings choose (`inside`), or of these
+and of Y where they choose none (`wide`)."""
 
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from tlora.kernels.multi_lora.settings import MEASURED, inside_ways
 
 WAYS: dict[str, Ways | None] = {
     "inside": None,
+    "wide": None,
     "forward": ("forward",),
     "backward": ("backward",),
     "both": ("forward", "backward"),
@@ -33,6 +35,7 @@ class InsideGroup(Group):
         ways = WAYS[how]
         if ways is None:
             ways = inside_ways(self.num_in, self.outs, MEASURED)
+            ways = ways or (("forward",) if how == "wide" else ())
         # A mask acts on dS A before the sum.
         return tuple(way for way in ways if way == "forward" or not self.case.dropout)
 

@@ -213,13 +213,14 @@ def test_smaller_nano_batches_go_the_other_way(launched, monkeypatch):
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 SHAPES = {
     "inside": (256, (128,)),
+    "wide": (64, (256, 256)),
     "forward": (128, (256, 256)),
     "backward": (128, (256, 128)),
     "both": (128, (128, 64)),
 }
-"""Down as the settings have it; others the way that they do not."""
+"""Down as the settings have it; others the way that they do not, gate and up among them."""
 
-LAUNCHES = {"inside": 1, "forward": 1, "backward": 1, "both": 2}
+LAUNCHES = {"inside": 1, "wide": 1, "forward": 1, "backward": 1, "both": 2}
 
 
 def benchmarked(how: str):
