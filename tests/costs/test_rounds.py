@@ -33,6 +33,14 @@ def test_a_round_is_dealt_by_weight_and_is_full(
     check_shares(batches, weights, shares)
 
 
+@pytest.mark.parametrize("light", [1e-12, 1e-15, 1e-18])
+def test_the_lightest_beside_the_heaviest_has_its_share(light: float) -> None:
+    """By its weight, though rounding leaves nothing of the round, or a little that is wrong: it
+    would never end, or be far from the rate that it was placed for."""
+    shares = shared_tokens([500.0, 50.0, 500.0, 500.0], [1.0, 1.0, 3 * light, light], 100.0)
+    assert shares == pytest.approx([50.0, 50.0, 150.0 * light, 50.0 * light], rel=1e-9, abs=0.0)
+
+
 def test_a_deal_that_favours_one_is_refused() -> None:
     """Equal jobs, one with a percent more."""
     batches, weights = [100.0, 100.0], [1.0, 1.0]

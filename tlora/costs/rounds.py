@@ -8,6 +8,7 @@ which plan, is for groups.py to say.
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from math import ceil
 from typing import Literal, NamedTuple
 
@@ -56,9 +57,6 @@ class RoundWork(NamedTuple):
     def times(self, part: float) -> "RoundWork":
         return RoundWork(*(each * part for each in self))
 
-
-CANCELLED = 1e-6
-"""What is left of a sum after so much was taken away is rounding: it is summed anew."""
 
 NO_WORK = RoundWork(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
@@ -195,14 +193,19 @@ def shared_tokens(
     shares = [0.0] * len(batch_tokens)
     # Those whose batch is small for their weight run out first.
     order = sorted(range(len(batch_tokens)), key=lambda i: batch_tokens[i] / weights[i])
-    left, heavy = capacity, sum(weights)
-    lost = CANCELLED * heavy
+    # Summed from the last on: a sum of which a large part is taken away is rounding.
+    heavy = list(accumulate(weights[i] for i in reversed(order)))
+    left = capacity
     for place, i in enumerate(order):
-        if heavy < lost:
-            heavy = sum(weights[other] for other in order[place:])
-        shares[i] = min(batch_tokens[i], left * weights[i] / heavy)
-        left -= shares[i]
-        heavy -= weights[i]
+        total = heavy[-1 - place]
+        if left * (weights[i] / total) <= batch_tokens[i]:
+            # Nor have those behind it enough. All get theirs at one level: what a heavy one leaves
+            # of the rest may be nothing but rounding.
+            for other in order[place:]:
+                shares[other] = min(batch_tokens[other], left / total * weights[other])
+            break
+        shares[i] = batch_tokens[i]
+        left -= batch_tokens[i]
     return shares
 
 

@@ -6,13 +6,16 @@ from operator import attrgetter
 
 from tlora.core.cluster import Link
 from tlora.costs.groups import Costs, Span
-from tlora.costs.rounds import CANCELLED, BaseCosts, fullest_part
+from tlora.costs.rounds import BaseCosts, fullest_part
 from tlora.schedule.pieces import Load, Piece, Priced, Whole
 
 ROUNDING = 1e-9
 
 HOPELESS = 1 + 1e-6
 """By so much must needs be more than there is: sums are rounded."""
+
+CANCELLED = 1e-6
+"""What is left of a sum after so much was taken away is rounding: it is summed anew."""
 
 _first_s = attrgetter("first_s")
 
@@ -251,7 +254,7 @@ class Pricing:
         for piece in order[:-1]:
             if heavy < lost:
                 heavy = sum([each.weight for each in order[through:]])
-            if piece.first_s * heavy > left:
+            if piece.first_s * heavy >= left:
                 break
             left -= piece.figures.batch_tokens
             heavy -= piece.weight
