@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.scheduling import Run, request
 
+from tlora.core.decision import Start
 from tlora.schedule.makespan import Task, longest_first, lower_bound, plan
 
 pytest.importorskip("ortools", reason="the plan extra is not installed")
@@ -108,6 +109,17 @@ def test_what_runs_stays_and_ends_that_come_early_are_used() -> None:
     assert set(early.state.outcomes.values()) == {"completed", "exited"}
     moved = [d for turn in early.store.turns() for d in turn.decisions if d.kind != "start"]
     assert moved == []
+
+
+def test_who_comes_in_for_a_job_that_is_refused_starts_at_once() -> None:
+    """Beyond the limit until then, so no event tells of it."""
+    jobs = [request("wide", gpus=4, batch=4), request("a"), request("b", at=2000.0)]
+    run = Run("makespan", jobs, gpus=1, max_runnable=1).to_the_end()
+    assert run.state.outcomes == {"wide": "refused", "a": "completed", "b": "completed"}
+    starts = [
+        turn.time for turn in run.store.turns() for d in turn.decisions if isinstance(d, Start)
+    ]
+    assert starts[0] == 0.0
 
 
 def test_ctrl_c_is_left_to_whoever_asked_for_a_plan() -> None:

@@ -130,10 +130,12 @@ class Makespan(Policy):
     def __init__(self, costs: Costs, *, limit: float = LIMIT) -> None:
         self.costs = costs
         self.limit = limit
+        self._refused = False
+        """The last turn sent a job away: another may have come in for it."""
 
     def decide(self, state: State, events: Sequence[Event]) -> list[Decision]:
         arrived = any(isinstance(event, Arrival) for event in events)
-        quiet = all(isinstance(event, Tick) for event in events)
+        quiet = not self._refused and all(isinstance(event, Tick) for event in events)
         if not arrived and (quiet or not state.free):
             return []
         decisions: list[Decision] = []
@@ -147,6 +149,7 @@ class Makespan(Policy):
                 decisions.append(Refuse(job=job.name, reasons=reasons))
             elif need <= state.up_gpus:
                 jobs.append(job)
+        self._refused = bool(decisions)
         needs = [self.costs.figures(job.request).solo_plan.gpus for job in jobs if not job.group]
         if not any(need <= len(state.free) for need in needs):
             # Whatever is planned, nobody can start; plans are made anew when somebody can.
