@@ -181,6 +181,14 @@ def test_what_the_others_are_due_does_not_count_who_is_refused() -> None:
     assert broken_laws(state, found, costs) == []
 
 
+def test_many_that_are_refused_one_behind_the_other_are_refused_in_one_turn() -> None:
+    """Each comes in for the one before it, and there are more than Python calls within calls."""
+    jobs = [request(f"huge{i}", rank=2**14) for i in range(1200)]
+    run = Run("tlora", [*jobs, request("a")], gpus=1, max_runnable=1)
+    run.loop.step()
+    assert len(run.state.outcomes) == 1200 and run.state.jobs["a"].group is not None
+
+
 def test_who_comes_in_by_an_arrival_beyond_the_limit_is_looked_at_where_nothing_runs() -> None:
     """The line is in another order by then: one that can only wait has left the first place."""
     cluster = uniform_cluster(3)

@@ -122,12 +122,15 @@ class Tlora(Policy):
             self._merge(quiet.board, quiet.movable)
             self._quiet = None if quiet.board.touched else quiet
             return quiet.board.decisions(everywhere=True)
-        refused = self._refused(state, jobs)
+        refused = found = self._refused(state, jobs)
         if refused:
             # The others are due more without these, and whoever comes in instead is looked at.
             without = copy.deepcopy(state)
-            for decision in refused:
-                without.apply(decision)
+            while found:
+                for decision in found:
+                    without.apply(decision)
+                found = self._refused(without, without.runnable())
+                refused += found
             return [*refused, *self.decide(without, events)]
         pieces = self.pieces.of(state)
         if not pieces:
