@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from tlora.core.errors import ModelError
 from tlora.core.job import BaseSpec
 from tlora.model.loading import (
+    context_length,
     load_base,
     load_config,
     load_shape,
@@ -115,6 +116,13 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(base: Path, damage: str) ->
     message = str(caught.value)
     assert message.startswith("base.model: ") and trouble in message
     assert "\n" not in message
+
+
+def test_the_context_is_known_under_every_models_name_for_it() -> None:
+    """GPT-2 calls it n_positions."""
+    assert context_length(tiny_model().config) == 64
+    assert context_length(tiny_model("gpt2", max_position_embeddings=64).config) == 64
+    assert context_length(AutoConfig.for_model("xlnet")) is None
 
 
 @pytest.mark.parametrize("kind", ["musicgen", "musicgen_melody"])

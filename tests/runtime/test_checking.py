@@ -8,13 +8,12 @@ import pytest
 import torch
 from support.models import job_spec, random_adapter, save_base, tiny_model
 from support.runs import job_file
-from transformers import AutoConfig
 
 from tlora.config import load_spec
 from tlora.core.errors import DataError, ModelError, SpecError, SpecErrors
 from tlora.model.peft_format import WEIGHTS, export_adapter
 from tlora.model.targets import find_targets
-from tlora.runtime.checking import check_run, check_start, context_length, prepare_jobs
+from tlora.runtime.checking import check_run, check_start, prepare_jobs
 
 
 @pytest.fixture(scope="module")
@@ -101,13 +100,6 @@ def test_rows_beyond_the_models_context_are_refused(
         check_run(load_spec(job_file(base, job)))
     job["train"] = {"max_length": 128}
     assert check_run(load_spec(job_file(base, job)))
-
-
-def test_the_context_is_known_under_every_models_name_for_it() -> None:
-    """GPT-2 calls it n_positions."""
-    assert context_length(tiny_model().config) == 64
-    assert context_length(tiny_model("gpt2", max_position_embeddings=64).config) == 64
-    assert context_length(AutoConfig.for_model("xlnet")) is None
 
 
 def test_checking_keeps_no_weights_in_memory(base: Path, rows: Path) -> None:

@@ -36,6 +36,13 @@ def test_every_architecture_keeps_its_bits(kind: str) -> None:
     assert not any(pool.a.grad.any() or pool.a.value.any() for pool in model.pools)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_a_nano_batch_may_hold_more_than_the_model_has_positions_for(kind: str) -> None:
+    """No made-up row is longer than one that can be trained on."""
+    model = super_model(tiny_model(kind, max_position_embeddings=24), per_sequence=True)
+    assert not prove_exact(model, ROWS, ranks=(1, 5), lengths=(3, 11, 24)).tiled
+
+
 def test_the_line_says_what_was_tried() -> None:
     """With the number of rows, for that is what it holds for."""
     assert f"at {ROWS} rows" in prove_exact(exact_model(), ROWS, **SIZES).line
@@ -86,7 +93,7 @@ def test_arrangements_fit_and_hold_the_same_sequences(rows: int) -> None:
     model = exact_model()
     subjects = make_subjects(model, rows, *SIZES.values(), generator)
     assert subjects
-    for arrangement in arrangements(subjects, rows, model.vocabulary, generator):
+    for arrangement in arrangements(model, subjects, rows, generator):
         for shares in arrangement.nano_batches:
             assert sum(len(each) for share in shares for each in share.sequences) <= rows
         for subject in subjects:

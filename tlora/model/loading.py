@@ -42,6 +42,12 @@ def load_shape(base: BaseSpec) -> PreTrainedModel:
         return _causal_lm(base, config)
 
 
+def context_length(config: PretrainedConfig) -> int | None:
+    """The longest row. None where there is no limit; a model without one may say -1."""
+    length = getattr(config, "max_position_embeddings", None)
+    return length if length is not None and length > 0 else None
+
+
 def load_base(base: BaseSpec, device: torch.device) -> PreTrainedModel:
     """The model with its weights, in safetensors only: other formats run code when read."""
     load_config(base)

@@ -3,12 +3,10 @@
 import math
 from pathlib import Path
 
-from transformers import PretrainedConfig
-
 from tlora.core.errors import AdapterError, DataError, SpecError, SpecErrors, TloraError
 from tlora.core.job import BaseSpec, JobSpec, RunSpec
 from tlora.data.prepare import PreparedData, Preparer
-from tlora.model.loading import load_shape, load_tokenizer, resolve_device
+from tlora.model.loading import context_length, load_shape, load_tokenizer, resolve_device
 from tlora.model.peft_format import AdapterFile, read_adapter
 from tlora.model.targets import Target, choose_targets, find_targets
 from tlora.runtime.budget import nano_batch_tokens
@@ -80,12 +78,6 @@ def start_of(job: JobSpec, targets: dict[str, Target]) -> AdapterFile:
         return read_adapter(Path(job.init_from), targets)
     except AdapterError as error:
         raise SpecError(str(error), job=job.name, field="init_from") from error
-
-
-def context_length(config: PretrainedConfig) -> int | None:
-    """None where there is no limit; a model without one may say -1."""
-    length = getattr(config, "max_position_embeddings", None)
-    return length if length is not None and length > 0 else None
 
 
 def new_preparer(base: BaseSpec) -> Preparer:

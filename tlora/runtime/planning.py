@@ -21,13 +21,13 @@ from tlora.costs.groups import Costs
 from tlora.costs.layout import BaseLayout
 from tlora.costs.profile import Profile, find_profile, shipped_profiles
 from tlora.costs.rounds import Kernel
-from tlora.model.loading import load_shape, resolve_device
+from tlora.model.loading import context_length, load_shape, resolve_device
 from tlora.model.targets import find_targets
 from tlora.runtime.assumed import assumed_profile
 from tlora.runtime.benchmark.machine import device_name
 from tlora.runtime.benchmark.shapes import Shape, look_at
 from tlora.runtime.budget import default_budget
-from tlora.runtime.checking import check_targets, context_length, prepare_jobs
+from tlora.runtime.checking import check_targets, prepare_jobs
 from tlora.runtime.environment import quieten_libraries
 from tlora.runtime.layouts import layout_of
 from tlora.runtime.requests import requests_of, widths

@@ -24,10 +24,10 @@ from tlora.core.state import State
 from tlora.costs.groups import Costs
 from tlora.costs.profile import as_json as profile_as_json
 from tlora.data.prepare import PreparedData
-from tlora.model.loading import load_shape, resolve_device
+from tlora.model.loading import context_length, load_shape, resolve_device
 from tlora.model.targets import Target, find_targets
 from tlora.runtime.budget import nano_batch_tokens
-from tlora.runtime.checking import check_targets, context_length, prepare_jobs
+from tlora.runtime.checking import check_targets, prepare_jobs
 from tlora.runtime.data_lines import start_lines
 from tlora.runtime.devices import device_names
 from tlora.runtime.directory import JobResult, RunDirectory

@@ -13,11 +13,11 @@ import transformers
 import tlora
 from tlora.core.job import EngineSpec, RunSpec
 from tlora.data.prepare import PreparedData
-from tlora.model.loading import load_base, load_shape, resolve_device
+from tlora.model.loading import context_length, load_base, load_shape, resolve_device
 from tlora.model.super_model import SuperModel
 from tlora.model.targets import find_targets
 from tlora.runtime.budget import nano_batch_tokens, room_for_tokens, tuning
-from tlora.runtime.checking import check_targets, context_length, new_preparer, prepare_jobs
+from tlora.runtime.checking import check_targets, new_preparer, prepare_jobs
 from tlora.runtime.data_lines import start_lines
 from tlora.runtime.directory import JobResult, RunDirectory
 from tlora.runtime.elastic.desk import Desk

@@ -21,6 +21,7 @@ import torch
 from tlora.core.errors import SpecError
 from tlora.core.sequence import IGNORED, TokenSequence
 from tlora.model.adapters import AdapterWeights, LoraPair
+from tlora.model.loading import context_length
 from tlora.model.packing import PackedBatch, Share, pack
 from tlora.model.routing import MIN_BOUNDARIES
 from tlora.model.row_probe import same_bits, settle_products
@@ -114,7 +115,7 @@ def threads_count(
         return False
     generator = np.random.default_rng(num_rows)
     subjects = make_subjects(model, num_rows, ranks, lengths, generator)
-    first = next(arrangements(subjects, num_rows, model.vocabulary, generator))
+    first = next(arrangements(model, subjects, num_rows, generator))
     several = observe(model, first, subjects, num_rows)
     torch.set_num_threads(1)
     try:
@@ -159,7 +160,7 @@ def check_whole_model(
         return
     generator = np.random.default_rng(num_rows)
     subjects = make_subjects(model, num_rows, ranks, lengths, generator)
-    first, *others = arrangements(subjects, num_rows, model.vocabulary, generator)
+    first, *others = arrangements(model, subjects, num_rows, generator)
     expected = observe(model, first, subjects, num_rows)
     for other in others:
         found = observe(model, other, subjects, num_rows)
@@ -208,15 +209,22 @@ def make_subjects(
 
 
 def arrangements(
-    subjects: list[Subject], num_rows: int, vocabulary: int, generator: np.random.Generator
+    model: SuperModel, subjects: list[Subject], num_rows: int, generator: np.random.Generator
 ) -> Iterator[Arrangement]:
     """By themselves first, then the ways in which neighbours can move them."""
+    longest = context_length(model.model.config) or num_rows
     names = [subject.name for subject in subjects]
     whole = [subject.share(slice(None)) for subject in subjects]
     room = num_rows - sum(len(each) for subject in subjects for each in subject.sequences)
 
     def company(*lengths: int, name: str = COMPANY) -> list[Share]:
-        sequences = [random_sequence(each, vocabulary, generator) for each in lengths if each > 0]
+        # In rows that the model has positions for.
+        fitting = [
+            min(longest, length - start)
+            for length in lengths
+            for start in range(0, length, longest)
+        ]
+        sequences = [random_sequence(each, model.vocabulary, generator) for each in fitting]
         count = len(sequences)
         return [Share(name, sequences, [0] * count, [1.0] * count)] if sequences else []
 

@@ -15,7 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 from tlora.core.assets import DEMO
 from tlora.core.errors import SpecError
 from tlora.core.job import BaseSpec
-from tlora.model.loading import load_base, load_shape
+from tlora.model.loading import context_length, load_base, load_shape
 from tlora.model.memory import activation_bytes
 from tlora.model.targets import Target, find_targets
 from tlora.runtime.benchmark.machine import free_bytes
@@ -97,7 +97,7 @@ def look_at(name: str, dtype: str, device: torch.device) -> Shape:
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         matmul_parameters=linears + sum(p.numel() for p in head.parameters()),
         vocabulary=embeddings.shape[0],
-        positions=getattr(model.config, "max_position_embeddings", None),
+        positions=context_length(model.config),
         targets=targets,
     )
 

@@ -8,9 +8,10 @@ from transformers import PreTrainedModel
 
 from tlora.core.job import JobSpec, RunSpec
 from tlora.data.prepare import PreparedData, Preparer
+from tlora.model.loading import context_length
 from tlora.model.targets import find_targets
 from tlora.runtime.budget import nano_batch_tokens
-from tlora.runtime.checking import check_targets, context_length, new_preparer, prepare_jobs
+from tlora.runtime.checking import check_targets, new_preparer, prepare_jobs
 
 
 def newcomers_data(

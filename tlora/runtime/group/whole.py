@@ -11,11 +11,11 @@ from tlora.core.job import RunSpec
 from tlora.core.plan import Plan
 from tlora.core.records import as_json
 from tlora.core.wording import number_of
-from tlora.model.loading import load_shape, resolve_device
+from tlora.model.loading import context_length, load_shape, resolve_device
 from tlora.model.targets import find_targets
 from tlora.parallel.sharding import check_kept_layers, layers_to_shard
 from tlora.runtime.budget import nano_batch_tokens
-from tlora.runtime.checking import check_targets, context_length, prepare_jobs
+from tlora.runtime.checking import check_targets, prepare_jobs
 from tlora.runtime.data_lines import start_lines
 from tlora.runtime.directory import JobResult, RunDirectory
 from tlora.runtime.elastic.roll import Again, read_about, with_submitted

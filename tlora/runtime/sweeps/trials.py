@@ -12,8 +12,9 @@ from tlora.core.sweep import Params, SweepSpec, trial_of
 from tlora.costs.memory import BYTES_PER_ADAPTER_PARAMETER
 from tlora.data.cursor import steps_per_epoch, total_steps
 from tlora.data.prepare import PreparedData
+from tlora.model.loading import context_length
 from tlora.model.targets import choose_targets, find_targets
-from tlora.runtime.checking import check_targets, context_length, prepare_jobs
+from tlora.runtime.checking import check_targets, prepare_jobs
 from tlora.runtime.requests import widths
 from tlora.tuning.events import TrialPlan
 from tlora.tuning.samplers import is_known_before, planned
