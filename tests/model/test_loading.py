@@ -125,14 +125,31 @@ def test_the_context_is_known_under_every_models_name_for_it() -> None:
     assert context_length(AutoConfig.for_model("xlnet")) is None
 
 
-@pytest.mark.parametrize("kind", ["musicgen", "musicgen_melody"])
-def test_a_configuration_of_several_models_is_refused_in_one_line(
-    tmp_path: Path, kind: str
-) -> None:
-    """It is asked for values that only its parts have: an AttributeError."""
+@pytest.mark.parametrize("kind", ["musicgen", "musicgen_melody", "t5", "clip"])
+def test_what_is_not_one_causal_model_is_refused_in_one_line(tmp_path: Path, kind: str) -> None:
+    """Some are asked for values that only their parts have, an AttributeError; of others all
+    classes that there are would be listed."""
     AutoConfig.for_model(kind).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=f"base.model: the {kind} in .* cannot be made") as caught:
         load_shape(spec(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"hidden_size": "32"}, "'hidden_size': TypeError: Field 'hidden_size' expected int"),
+        ({"layer_types": ["full_attention"]}, "must be equal to the number of `layer_types`"),
+        ({"hidden_act": "nope"}, "'nope' is not known"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused_with_the_reason(
+    base: Path, values: dict[str, object], reason: str
+) -> None:
+    """In one line, of which a heading such as "Validation error:" is not all."""
+    change_config(**values)(base)
+    with pytest.raises(ModelError, match=reason) as caught:
+        load_shape(spec(base))
     assert "\n" not in str(caught.value)
 
 

@@ -77,15 +77,12 @@ def load_tokenizer(base: BaseSpec) -> PreTrainedTokenizerBase:
 def _causal_lm(base: BaseSpec, config: PretrainedConfig) -> PreTrainedModel:
     try:
         return AutoModelForCausalLM.from_config(config)
-    except ValueError as error:
-        raise ModelError(
-            f"base.model: '{base.model}' is no causal language model: {error}"
-        ) from None
     except Exception as error:
-        # A configuration of several models, or a part that needs a library which is not here.
+        # No causal model, a configuration of several models, values that do not go together, or a
+        # part that needs a library which is not here.
         raise ModelError(
             f"base.model: the {config.model_type} in '{base.model}' cannot be made as a causal "
-            f"language model: {_first_line(error)}"
+            f"language model: {_in_one_line(error)}"
         ) from error
 
 
@@ -101,7 +98,7 @@ def _from_pretrained(base: BaseSpec, load: Callable, *, what: str = "model", **s
             raise ModelError(f"base.model: too little memory to load {name}: {error}") from error
         # A checkpoint can be wrong in as many ways as there are types: values of the configuration,
         # damaged weights, shapes, a file that cannot be had.
-        reason = _first_line(error)
+        reason = _in_one_line(error)
         if path.is_dir():
             raise ModelError(
                 f"base.model: the {what} in {path} cannot be loaded: {reason}"
@@ -112,6 +109,11 @@ def _from_pretrained(base: BaseSpec, load: Callable, *, what: str = "model", **s
         ) from error
 
 
-def _first_line(error: Exception) -> str:
+def _in_one_line(error: Exception) -> str:
     text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0].rstrip(" :")
+    if isinstance(error, KeyError):
+        # Of the name of an activation, say, in a table of all.
+        text = f"{text} is not known"
+    first, *others = [line.strip() for line in text.splitlines()]
+    # A heading alone does not say what is wrong.
+    return f"{first} {others[0]}" if first.endswith(":") and others else first.rstrip(" :")
