@@ -260,6 +260,16 @@ def test_a_job_that_asks_for_a_linear_that_is_left_out_is_refused(names) -> None
     assert len(model.new_adapter(job_spec(targets=("query", "value")))) == 4
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_a_pattern_that_reaches_the_output_head_is_refused(kind: str) -> None:
+    """PEFT would train it, tied or not. By all-linear it means all others."""
+    model = super_model(tiny_model(kind))
+    with pytest.raises(SpecError, match=r"lm_head is the output head .* such as q_proj"):
+        model.new_adapter(job_spec(targets=r".*(q_proj|lm_head)"))
+    assert len(model.new_adapter(job_spec(targets="all-linear"))) == 14
+    assert len(model.new_adapter(job_spec(targets=r".*(q_proj|v_proj)"))) == 4
+
+
 def test_a_model_without_linears_is_refused() -> None:
     """There is nothing to adapt."""
     model = tiny_model()

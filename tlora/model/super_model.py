@@ -47,7 +47,7 @@ from tlora.model.recomputing import recompute_layers
 from tlora.model.rope import separate_sequences
 from tlora.model.routing import NOT_COMPILED, Routing, Scaling
 from tlora.model.snapshot import Make, Snapshot
-from tlora.model.targets import check_fit, check_reach, choose_targets, find_targets
+from tlora.model.targets import check_fit, check_reach, choose_targets, find_targets, head_left_out
 
 logger = logging.getLogger(__name__)
 
@@ -318,7 +318,8 @@ class SuperModel:
     def _take_over(self, reserve_rows: int) -> None:
         """Put the pooled linears and the packed attention in; what comes out must stay the same."""
         own = own_logits(self.model)
-        grouped, self._left_out = find_groups(self.model, self.targets)
+        grouped, left_out = find_groups(self.model, self.targets)
+        self._left_out = left_out | head_left_out(self.model)
         self._groups = replace_linears(
             self.model, grouped, self.targets, self.routing, reserve_rows=reserve_rows
         )

@@ -12,6 +12,8 @@ from tlora.core.errors import SpecError
 from tlora.core.job import JobSpec
 from tlora.model.adapters import AdapterWeights
 
+OUTPUT_HEAD = "is the output head"
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -42,6 +44,12 @@ def find_targets(model: PreTrainedModel) -> dict[str, Target]:
         if transposed or _gives_a_product(module, in_features, out_features):
             targets[path] = Target(path, in_features, out_features, transposed)
     return targets
+
+
+def head_left_out(model: PreTrainedModel) -> dict[str, str]:
+    """Its path, and that it is the head."""
+    head = model.get_output_embeddings()
+    return {path: OUTPUT_HEAD for path, module in model.named_modules() if module is head}
 
 
 def _gives_a_product(linear: nn.Module, in_features: int, out_features: int) -> bool:
@@ -84,11 +92,12 @@ def choose_targets(job: JobSpec, targets: dict[str, Target]) -> list[Target]:
 
 def check_reach(job: JobSpec, targets: dict[str, Target], left_out: dict[str, str]) -> None:
     """Refuse a job whose `lora.target_modules` reaches linears that are left out for these reasons:
-    with PEFT it would train them too."""
+    with PEFT it would train them too. There, too, all-linear is without the head."""
     wanted = job.lora.target_modules
     for path, reason in left_out.items():
         if isinstance(wanted, str):
-            reached = wanted == "all-linear" or re.fullmatch(wanted, path) is not None
+            everything = wanted == "all-linear" and reason != OUTPUT_HEAD
+            reached = everything or re.fullmatch(wanted, path) is not None
             reached = reached or path.endswith(f".{wanted}")
         else:
             reached = any(path == name or path.endswith(f".{name}") for name in wanted)

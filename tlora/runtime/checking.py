@@ -16,7 +16,8 @@ from tlora.runtime.sinks import check_trackers
 
 
 def check_run(spec: RunSpec) -> list[str]:
-    """Lines that say what the jobs would train on. Raises what `train` would raise."""
+    """Lines that say what the jobs would train on. Raises what `train` would raise before it has
+    seen the model run."""
     quieten_libraries()
     check_trackers(spec.report_to)
     device = resolve_device(spec.engine.device)
