@@ -30,16 +30,27 @@ def boundaries(lengths: list[int], rows: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("window", [None, 2, 7, 64])
 @pytest.mark.parametrize("kv_heads", [8, 2])
-def test_flash_attention_over_boundaries_equals_sequences_apart(window, kv_heads):
+@pytest.mark.parametrize("value_size", [64, 40])
+@pytest.mark.parametrize("repeatable", [False, True])
+def test_flash_attention_over_boundaries_equals_sequences_apart(
+    window, kv_heads, value_size, repeatable
+):
     """Outputs and gradients of the real rows, in bfloat16, against float32 per sequence."""
     torch.manual_seed(0)
     lengths, rows = [3, 130, 1, 64, 57], 320
-    shapes = [(rows, 8, 64), (rows, kv_heads, 64), (rows, kv_heads, 64)]
+    shapes = [(rows, 8, 64), (rows, kv_heads, 64), (rows, kv_heads, value_size)]
     fast = [
         torch.randn(*s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes
     ]
     slow = [x.detach().float().requires_grad_() for x in fast]
-    out = varlen_attention(*fast, boundaries(lengths, rows), rows, scale=0.125, window=window)
+    out = varlen_attention(
+        *fast,
+        boundaries(lengths, rows),
+        rows,
+        scale=0.125,
+        window=window,
+        repeatable=repeatable,
+    )
     layout = attention_layout(lengths, rows, 8 * 64, "cuda")
     expected = packed_attention(*slow, layout, scale=0.125, window=window)
     used = sum(lengths)

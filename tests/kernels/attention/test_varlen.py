@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from tlora.kernels.attention import varlen
+from tlora.kernels.attention.layout import attention_layout
+from tlora.kernels.attention.packed import packed_attention
 
 HEADS, SIZE, ROWS = 4, 64, 96
 
@@ -46,3 +48,31 @@ def test_the_operators_fit_torchs_own(left) -> None:
     gradients = varlen._backward(out, q, k, v, out, logsumexp, *rest)
     told = torch.ops.tlora.repeatable_attention_backward(out, q, k, v, out, logsumexp, *rest)
     assert [x.shape for x in gradients] == [x.shape for x in told] == [q.shape] * 3
+
+
+@pytest.mark.parametrize("widths", [(12, 8), (8, 12), (8, 8)])
+def test_values_may_be_of_another_width_than_keys(monkeypatch, widths) -> None:
+    """Deepseek's and MiMo's are; flash attention takes one width."""
+    torch.manual_seed(0)
+    lengths = [3, 17, 1, 9]
+
+    def flash(q, k, v, boundaries, _, longest, __, *, scale, window_size, **options):
+        assert q.shape[2] == k.shape[2] == v.shape[2], "v must have shape"
+        layout = attention_layout(lengths, len(q), q.shape[1] * q.shape[2], "cpu")
+        return packed_attention(q, k, v, layout, scale=scale, window=window_size[0] + 1)
+
+    monkeypatch.setattr(varlen, "varlen_attn", flash)
+    rows, (keys, values) = sum(lengths), widths
+    shapes = [(rows, 4, keys), (rows, 2, keys), (rows, 2, values)]
+    own = [torch.randn(*shape, requires_grad=True) for shape in shapes]
+    even = [x.detach().clone().requires_grad_() for x in own]
+    boundaries = torch.tensor([0, 3, 20, 21, 30], dtype=torch.int32)
+    out = varlen.varlen_attention(*even, boundaries, 17, scale=0.3, window=5)
+    layout = attention_layout(lengths, rows, 4 * keys, "cpu")
+    expected = packed_attention(*own, layout, scale=0.3, window=5)
+    upstream = torch.randn_like(expected)
+    (out * upstream).sum().backward()
+    (expected * upstream).sum().backward()
+    torch.testing.assert_close(out, expected)
+    for got, wanted in zip(even, own, strict=True):
+        torch.testing.assert_close(got.grad, wanted.grad)

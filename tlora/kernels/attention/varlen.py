@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -58,6 +59,16 @@ def varlen_attention(
     `longest` is the same and there are so many sequences, empty ones counted, that with the heads
     they outnumber the multiprocessors: with fewer the backward splits its sums by their number.
     """
+    width = value.shape[2]
+    if width != query.shape[2]:
+        # Flash attention takes heads of one width. Zeros add nothing to a score or a sum.
+        widest = max(width, query.shape[2])
+        query, key, value = (F.pad(x, (0, widest - x.shape[2])) for x in (query, key, value))
+        out = varlen_attention(
+            query, key, value, boundaries, longest,
+            scale=scale, window=window, repeatable=repeatable,
+        )  # fmt: skip
+        return out[..., :width]
     left = -1 if window is None else window - 1
     if repeatable:
         return RepeatableAttention.apply(query, key, value, boundaries, longest, scale, left)
