@@ -119,10 +119,12 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(base: Path, damage: str) ->
 
 
 def test_the_context_is_known_under_every_models_name_for_it() -> None:
-    """GPT-2 calls it n_positions."""
+    """GPT-2 calls it n_positions; where there are images too, the text has a part of its own."""
     assert context_length(tiny_model().config) == 64
     assert context_length(tiny_model("gpt2", max_position_embeddings=64).config) == 64
     assert context_length(AutoConfig.for_model("xlnet")) is None
+    text = {"max_position_embeddings": 64}
+    assert context_length(AutoConfig.for_model("gemma3", text_config=text)) == 64
 
 
 @pytest.mark.parametrize("kind", ["musicgen", "musicgen_melody", "t5", "clip"])

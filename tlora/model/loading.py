@@ -44,7 +44,8 @@ def load_shape(base: BaseSpec) -> PreTrainedModel:
 
 def context_length(config: PretrainedConfig) -> int | None:
     """The longest row. None where there is no limit; a model without one may say -1."""
-    length = getattr(config, "max_position_embeddings", None)
+    text = config.get_text_config(decoder=True)
+    length = getattr(text, "max_position_embeddings", None)
     return length if length is not None and length > 0 else None
 
 
