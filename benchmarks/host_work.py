@@ -48,6 +48,7 @@ TOKENS = 8192
 STAGING = 16 << 20
 
 COUNTS = {
+    "arrival": 60,
     "attach": 60,
     "detach": 60,
     "work list": 60,
@@ -59,7 +60,7 @@ COUNTS = {
     "tables": 108,
 }
 """Of benchmarks/sweep_peft.py with 48 trials of 108 nano-batches; a snapshot is read when its trial
-is over."""
+is over. An arrival is done in the background while others train."""
 
 
 class HostLane:
@@ -159,9 +160,13 @@ class Day:
 
     def _attach(self, job: JobSpec, parts: Parts | None = None) -> None:
         weights = self.model.new_adapter(job)
-        with (parts or Parts()).timed("attach"):
+        parts = parts or Parts()
+        with parts.timed("arrival"):
             there = moving.bring_weights(self.model, job.name, weights).result()
+            berth = self.model.keep_rows(job.name, there)
+        with parts.timed("attach"):
             self.engine.attach(job.name, there, scale=job.lora.scale, seed=job.train.seed)
+        del berth
 
     def round(self, parts: Parts) -> None:
         """One trial leaves, another comes, four are evaluated and kept, two nano-batches run."""

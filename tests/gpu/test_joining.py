@@ -3,18 +3,20 @@ it comes, it is attached to the bit as it was drawn or saved, and the pause is s
 
     pytest tests/gpu/test_joining.py -m gpu -s
 
-prints the pauses.
+prints the pauses, and how much of each the engine took.
 """
 
 import io
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.arriving import rows_were_waiting
 from support.eight_b import VOCABULARY, super_model
 
 from tlora.core.job import BaseSpec, DataSpec, JobSpec, LoraSpec, TrainSpec
@@ -125,6 +127,18 @@ class Run:
             return resumption(*about)
 
         monkeypatch.setattr(arriving, "resumption", held)
+        self.waiting = rows_were_waiting(monkeypatch)
+        self.attached_ms: list[float] = []
+        """What `Engine.attach` took of the pauses."""
+
+        attach = self.engine.attach
+
+        def timed(*about, **settings) -> None:
+            began = time.perf_counter()
+            attach(*about, **settings)
+            self.attached_ms.append(1e3 * (time.perf_counter() - began))
+
+        monkeypatch.setattr(self.engine, "attach", timed)
 
     def is_asked(self, *, now: bool = False) -> bool:
         return False
@@ -181,10 +195,15 @@ def test_a_neighbour_trains_while_a_job_comes(
         assert run.join() >= STEPS_MEANWHILE
         held = run.view.joined[-1]
         assert same(held, left)
+    assert run.waiting == [True] * 4, "rows were found while the other trained"
     run.engine.check_integrity()
     run.recorder.close()
     with capsys.disabled():
-        shown = ", ".join(f"{each:.1f}" for each in run.pauses_ms)
+        shown, attached = (
+            ", ".join(f"{each:.1f}" for each in figures)
+            for figures in (run.pauses_ms, run.attached_ms)
+        )
         print(f"\n{layers} layers, rank {RANK}: the neighbour stood still for {shown} ms")
+        print(f"of these the engine attached for {attached} ms, on the host's clock")
     # The first one fills the allocator.
     assert max(run.pauses_ms[1:]) < PAUSE_MS

@@ -203,8 +203,8 @@ def test_a_scale_off_by_one_per_cent_is_refused(alone, monkeypatch):
     """The adapter's scale, in company only."""
     attach = SuperModel.attach
 
-    def off(self, name, weights, *, scale, dropout=0.0):
-        attach(self, name, weights, scale=scale * (1.01 if name == "odd" else 1.0), dropout=dropout)
+    def off(self, name, weights, *, scale, **settings):
+        attach(self, name, weights, scale=scale * (1.01 if name == "odd" else 1.0), **settings)
 
     monkeypatch.setattr(SuperModel, "attach", off)
     watcher = train_together([BY_NAME["one"], BY_NAME["odd"]])

@@ -307,9 +307,9 @@ def test_a_scale_off_by_one_per_cent_is_refused(case: str, monkeypatch: pytest.M
     expected = found.alone
     attach = SuperModel.attach
 
-    def off(self, name, weights, *, scale, dropout=0.0):
+    def off(self, name, weights, *, scale, **settings):
         factor = 1.01 if name == "few" else 1.0
-        attach(self, name, weights, scale=factor * scale, dropout=dropout)
+        attach(self, name, weights, scale=factor * scale, **settings)
 
     monkeypatch.setattr(SuperModel, "attach", off)
     curves = train_together(found.model, list(expected), budget=160)

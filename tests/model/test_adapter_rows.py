@@ -64,7 +64,7 @@ def test_rows_are_found_once_and_again_when_a_pool_has_moved(
     come("b", 3)
     assert model.views("a") is views and all(map(are_true, model.jobs))
 
-    def no_room(job: str, weights: AdapterWeights) -> None:
+    def no_room(weights: AdapterWeights) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patched:

@@ -215,6 +215,33 @@ def test_parts_are_the_rows_of_the_views() -> None:
     assert pool.parts("elsewhere") == []
 
 
+def test_rows_that_were_claimed_are_nobodys_until_they_are_given() -> None:
+    """Others get other rows, and no layout knows of them; given up they are free again."""
+    pool = GroupPool(TARGETS, capacity=8, device=CPU)
+    pool.attach("before", adapter((1, 1, 1)))
+    layout = pool.layout
+    first, second = pool.claim(adapter((2, 0, 3))), pool.claim(adapter((1, 1, 1)))
+    assert first == Slot(a_row=3, ranks=(2, 0, 3), b_rows=(1, 0, 1))
+    assert second == Slot(a_row=8, ranks=(1, 1, 1), b_rows=(3, 1, 4))
+    assert pool.layout == layout
+    pool.check_integrity([second, None, first])
+    for wrong in ([first], [second], [first, second, second], ()):
+        with pytest.raises(AssertionError, match="are claimed"):
+            pool.check_integrity(wrong)
+    pool.release(first)
+    pool.check_integrity([second])
+    pool.give("job", second)
+    pool.check_integrity()
+    assert [part.rows for part in pool.parts("job")] == [3, 1, 1, 1]
+    assert pool.parts("job") == pool.parts_of(second)
+    assert pool.claim({"mlp": LoraPair(torch.ones(2, 6), torch.ones(4, 2))}) is None
+    pool.give("elsewhere", None)
+    pool.release(None)
+    assert set(pool.slots) == {"before", "job"}
+    with pytest.raises(AssertionError, match="attached already"):
+        pool.give("job", pool.claim(adapter((2, 0, 3))))
+
+
 def test_the_given_matrices_are_copied() -> None:
     """What was handed in does not move with the training."""
     pool, given_in = GroupPool(TARGETS, capacity=8, device=CPU), adapter((2, 2, 2))

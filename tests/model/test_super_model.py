@@ -266,7 +266,7 @@ def test_places_change_with_every_attach_and_detach(monkeypatch: pytest.MonkeyPa
     model.detach("a")
     seen.append(model.places)
 
-    def no_room(job: str, weights: AdapterWeights) -> None:
+    def no_room(weights: AdapterWeights) -> None:
         raise MemoryError
 
     monkeypatch.setattr(model.pools[-1], "claim", no_room)

@@ -1,5 +1,6 @@
 """One job's way into an engine: what it comes with, what keeps it out, and who is first."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from support.arriving import Gate, bringing
 from support.models import super_model, tiny_model
 from support.runs import job_file, write_rows
-from support.waiting import PATIENCE_S
+from support.waiting import PATIENCE_S, until
 
 from tlora.config import load_spec
 from tlora.core.errors import DataError, JobFailed
@@ -18,7 +19,11 @@ from tlora.runtime import arriving
 from tlora.runtime.arriving import Arrival, Arrivals
 from tlora.runtime.checking import prepare_jobs
 from tlora.runtime.directory import RunDirectory
+from tlora.runtime.resuming import Resumption
+from tlora.training.checkpoint import Checkpoint
 from tlora.training.driver import Status
+from tlora.training.engine import Engine
+from tlora.training.engine_job import JobState
 
 
 class World:
@@ -109,6 +114,90 @@ def test_a_job_that_is_dropped_does_no_more_than_it_has(world: World, monkeypatc
     assert prepared == ["b"] and arrivals.names == ["b"]
     arrivals.clear()
     assert kept.is_dropped and not arrivals
+
+
+def checkpoint_of(world: World, job: str) -> Checkpoint:
+    """Of its third step, moments and all."""
+    weights = world.model.new_adapter(world.jobs[job])
+    names = [f"{path}.{side}" for path in weights for side in ("lora_A", "lora_B")]
+    like = [each for pair in weights.values() for each in (pair.a, pair.b.t())]
+    exp_avg, exp_avg_sq = (
+        {name: torch.rand_like(each) for name, each in zip(names, like, strict=True)}
+        for _ in range(2)
+    )
+    return Checkpoint(JobState(3, weights, exp_avg, exp_avg_sq), {})
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_job_comes_with_rows_of_its_own(world: World, monkeypatch, goes_on: bool) -> None:
+    """Which it has when it is attached with what it brings, and nobody else before."""
+    if goes_on:
+        found = Resumption(checkpoint=checkpoint_of(world, "a"))
+        monkeypatch.setattr(arriving, "resumption", lambda *_: found)
+    arrived, engine = world.arrival("a").result(), Engine(world.model, budget_tokens=64)
+    assert arrived.berth is not None and arrived.berth.entry is not None
+    rows = arrived.berth.entry.rows
+    checkpoint = arrived.brought.checkpoint
+    state = checkpoint.state if checkpoint is not None else None
+    assert (state is not None) == goes_on
+    engine.check_integrity()
+    engine.attach("a", state.weights if state else arrived.start, scale=1.0, state=state)
+    assert world.model.rows("a") is rows
+    for kind, held in (state.moments if state else {}).items():
+        assert all(torch.equal(rows.matrices(kind)[name], held[name]) for name in held)
+    del arrived
+    engine.check_integrity()
+
+
+def test_a_job_that_nobody_waits_for_any_more_gives_its_rows_back(world: World) -> None:
+    """Whether it was dropped or dismissed, once whoever had it lets go."""
+    ledger = world.model.adapter_rows._kept
+    for leave in ("drop", "dismiss"):
+        arrivals = Arrivals()
+        arrivals.add(world.arrival("a"))
+        assert arrivals.of("a").result().berth is not None and len(ledger) == 1
+        if leave == "drop":
+            arrivals.drop("a")
+        else:
+            arrivals.of("a").dismiss(Status.CANCELLED, "enough")
+            (ended,) = arrivals.take_dismissed()
+            assert ended.result().berth is not None
+            del ended
+        until(lambda: not bringing())
+        world.model.check_integrity()
+        assert not ledger, leave
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_job_that_is_dropped_while_it_is_brought_takes_no_rows(
+    world: World, monkeypatch, goes_on: bool
+) -> None:
+    if goes_on:
+        found = Resumption(checkpoint=checkpoint_of(world, "a"))
+        monkeypatch.setattr(arriving, "resumption", lambda *_: found)
+    name = "bring" if goes_on else "bring_weights"
+    bring, arrivals, begun = getattr(arriving, name), Arrivals(), threading.Event()
+
+    def dropped(*about):
+        assert begun.wait(PATIENCE_S)
+        arrivals.drop("a")
+        return bring(*about)
+
+    monkeypatch.setattr(arriving, name, dropped)
+    arrival = world.arrival("a")
+    arrivals.add(arrival)
+    begun.set()
+    assert arrival.result().berth is None
+    assert not world.model.adapter_rows._kept
+
+
+def test_a_job_for_which_there_is_no_room_comes_all_the_same(world: World) -> None:
+    """Its rows are found when it is attached."""
+    world.model = super_model(tiny_model(), reserve_rows=1)
+    arrived = world.arrival("a").result()
+    assert arrived.berth is None and world.model.adapter_rows.growths == 0
+    world.model.attach("a", arrived.start, scale=1.0)
+    assert world.model.adapter_rows.growths > 0
 
 
 def test_of_those_that_are_here_the_first_is_taken_first(world: World, monkeypatch) -> None:

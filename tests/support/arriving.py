@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from support.waiting import PATIENCE_S, until
+from tlora.model.adapter_rows import AdapterRows
 from tlora.runtime import arriving
 
 WORK = ("arrival of ", "data of newcomers")
@@ -29,6 +30,20 @@ class Gate:
     def let_in(self, *jobs: str) -> None:
         for job in jobs or self._gates:
             self._gates[job].set()
+
+
+def rows_were_waiting(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each job that is attached from here on, whether its rows were kept for it."""
+    found: list[bool] = []
+    own = AdapterRows._take_kept
+
+    def take_kept(rows, weights, moments):
+        slots, entry = own(rows, weights, moments)
+        found.append(slots is not None and entry is not None)
+        return slots, entry
+
+    monkeypatch.setattr(AdapterRows, "_take_kept", take_kept)
+    return found
 
 
 _held: dict[threading.Thread, threading.Event] = {}

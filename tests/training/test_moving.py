@@ -1,5 +1,7 @@
 """A job that leaves an engine goes on in another as if it had stayed, and leaves nothing behind."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.alone import ROUNDING, alone, as_alone, weights
@@ -12,8 +14,11 @@ from tlora.training.engine import Engine
 from tlora.training.optimiser import AdamW
 
 
-def moved(job: Fed, first: Engine, second: Engine, *, after: int, partial: bool) -> None:
-    """Detach after some steps, in mid-batch if `partial`, and go on in another engine."""
+def moved(
+    job: Fed, first: Engine, second: Engine, *, after: int, partial: bool, kept: bool = False
+) -> None:
+    """Detach after some steps, in mid-batch if `partial`, and go on in another engine, where rows
+    are waiting for it if `kept`."""
     job.attach(first)
     for _ in drive(first, [job]):
         if len(job.steps) == after:
@@ -25,12 +30,18 @@ def moved(job: Fed, first: Engine, second: Engine, *, after: int, partial: bool)
     state = first.state(job.name)
     first.detach(job.name)
     assert state.step == after and not first.jobs
+    berth = None
+    if kept:
+        state = moving.bring(second.super_model, job.name, state).result()
+        berth = moving.keep_rows(second.super_model, job.name, state)
+        assert berth is not None and berth.entry is not None
     job.attach(second, weights=state.weights, state=state)
+    assert berth is None or berth.entry is None, "the rows are the job's"
     list(drive(second, [job]))
 
 
-@pytest.mark.parametrize("partial", [False, True])
-def test_detach_and_attach_go_on_exactly(partial: bool) -> None:
+@pytest.mark.parametrize(("partial", "kept"), [(False, False), (True, False), (True, True)])
+def test_detach_and_attach_go_on_exactly(partial: bool, kept: bool) -> None:
     """Taken out and put into another engine, a job ends with the bits of one that stayed; what it
     had of an unfinished batch is dropped and run again."""
 
@@ -40,7 +51,7 @@ def test_detach_and_attach_go_on_exactly(partial: bool) -> None:
 
     solo, expected = alone(made)
     job, second = made(), tiny_engine()
-    moved(job, tiny_engine(), second, after=2, partial=partial)
+    moved(job, tiny_engine(), second, after=2, partial=partial, kept=kept)
     assert job.losses == solo.losses
     assert identical(weights(second, job), expected)
 
@@ -90,7 +101,7 @@ def test_an_attach_that_breaks_off_leaves_nothing_behind(
     pool, late = engine.super_model.pools[-1], Fed("late", batches(2, [4]))
     claim = pool.claim
 
-    def no_room(job: str, weights: AdapterWeights) -> None:
+    def no_room(weights: AdapterWeights) -> None:
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(pool, "claim", no_room)
@@ -102,6 +113,16 @@ def test_an_attach_that_breaks_off_leaves_nothing_behind(
     other = neighbour()
     train(engine, [other])
     assert as_alone(engine, other, neighbour)
+
+
+def test_no_rows_are_kept_for_a_state_of_another_adapter(engine: Engine) -> None:
+    """It is found out before the job is attached, by the same check."""
+    job, other = Fed("job", batches(1, [4])), Fed("other", batches(2, [4]), rank=2)
+    train(engine, [job, other])
+    state = replace(engine.state("job"), weights=engine.state("other").weights)
+    with pytest.raises(ValueError, match="job 'job': the state belongs to another adapter"):
+        moving.keep_rows(engine.super_model, "job", state)
+    engine.check_integrity()
 
 
 def test_what_holds_no_numbers_is_not_brought() -> None:

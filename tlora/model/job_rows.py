@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from tlora.model.adapters import AdapterWeights, LoraPair
-from tlora.model.rank_rows import RankRows, RowViews, rows_of
+from tlora.model.rank_rows import Places, RankRows, RowViews, rows_of
 
 Cut = list[tuple[str, int]]
 """Names and ranks of the matrices that lie in a part, one below the other."""
@@ -20,6 +20,9 @@ Cut = list[tuple[str, int]]
 Held = dict[str, dict[str, torch.Tensor]]
 """What a job's rows hold: by `value`, `exp_avg` or `exp_avg_sq`, then by `PATH.lora_A` and
 `PATH.lora_B`, as they lie in the pool."""
+
+Moments = Mapping[str, Mapping[str, torch.Tensor]]
+"""The optimiser's, of a job that goes on: by `exp_avg` and `exp_avg_sq`, then as above."""
 
 
 class Part(NamedTuple):
@@ -72,7 +75,7 @@ class JobRows:
         return {name: RowViews(*(kind[name] for kind in kinds)) for name in names}
 
     @cached_property
-    def copied(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def copied(self) -> Places:
         """(copy for kernels, matrix) where there are copies."""
         return [
             (rows_of(matrix.operand, first, rows), value)
@@ -86,15 +89,23 @@ class JobRows:
         kinds = [rows for kind in RowViews._fields for rows in self.of(kind)]
         return [*kinds, *(copy for copy, _ in self.copied)]
 
-    def places(self, weights: AdapterWeights) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(rows, matrix) for each that is to be filled in."""
-        rows, found = self.matrices("value"), list[tuple[torch.Tensor, torch.Tensor]]()
+    def places(self, weights: AdapterWeights) -> Places:
+        """For each matrix that is to be filled in."""
+        rows, found = self.matrices("value"), Places()
         for path in paths_of(rows):
             pair = weights[path]
             found.append((rows[f"{path}.lora_A"], pair.a))
             # Turned as it lies in the pool: so it does in most that come here, and is copied along.
             found.append((rows[f"{path}.lora_B"], pair.b.t()))
         return found
+
+    def moment_places(self, moments: Moments) -> Places:
+        """The same of the optimiser's moments."""
+        return [
+            (matrix, tensors[name])
+            for kind, tensors in moments.items()
+            for name, matrix in self.matrices(kind).items()
+        ]
 
 
 def cut(parts: list[torch.Tensor], cuts: list[Cut]) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ transposed of [rank rows, out]. Gradients and the optimiser's moments have the s
 same rows. A job owns a contiguous range in each; attaching and detaching touch nobody else's rows.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -65,7 +66,7 @@ class GroupPool:
 
     @torch.no_grad()
     def attach(self, job: str, weights: AdapterWeights) -> None:
-        self.claim(job, weights)
+        self.give(job, self.claim(weights))
         rows = JobRows(self.parts(job))
         copy_all(rows.places(weights))
         copy_all(rows.copied)
@@ -80,13 +81,17 @@ class GroupPool:
             if rank
         )
 
-    def claim(self, job: str, weights: AdapterWeights) -> None:
-        """Rows for the matrices of this group's linears. Raises, with nothing claimed, if a pool
-        cannot grow."""
-        assert job not in self.slots, f"{job} is attached already"
+    def claim(self, weights: AdapterWeights) -> Slot | None:
+        """Rows for the matrices of this group's linears, nobody's yet; None if there is no such
+        matrix. Raises, with nothing claimed, if a pool cannot grow."""
         ranks = self._ranks(weights)
-        if any(ranks):
-            self.slots[job] = self._claim(ranks)
+        return self._claim(ranks) if any(ranks) else None
+
+    def give(self, job: str, slot: Slot | None) -> None:
+        """Rows that were claimed are the job's from here on."""
+        assert job not in self.slots, f"{job} is attached already"
+        if slot is not None:
+            self.slots[job] = slot
 
     def _ranks(self, weights: AdapterWeights) -> tuple[int, ...]:
         pairs = [weights.get(target.path) for target in self.targets]
@@ -108,13 +113,15 @@ class GroupPool:
 
     @torch.no_grad()
     def detach(self, job: str) -> None:
-        rows = JobRows(self.parts(job))
+        clear(JobRows(self.parts(job)).slices)
         self.free(job)
-        clear(rows.slices)
 
     def free(self, job: str) -> None:
-        """Give the job's rows back; the caller clears them."""
-        slot = self.slots.pop(job, None)
+        """Give the job's rows back, which the caller has cleared."""
+        self.release(self.slots.pop(job, None))
+
+    def release(self, slot: Slot | None) -> None:
+        """The same of rows that were given to nobody: nothing was written in them."""
         if slot is None:
             return
         self.a.allocator.release(slot.a_row)
@@ -128,7 +135,9 @@ class GroupPool:
 
     def parts(self, job: str) -> list[Part]:
         """All that a job owns; its A of all linears is one."""
-        slot = self.slots.get(job)
+        return self.parts_of(self.slots.get(job))
+
+    def parts_of(self, slot: Slot | None) -> list[Part]:
         if slot is None:
             return []
         of_a: Cut = []
@@ -141,8 +150,9 @@ class GroupPool:
                 parts.append(Part(rows, b_row, rank, [(b, rank)]))
         return parts
 
-    def check_integrity(self) -> None:
-        slots = self.slots.values()
+    def check_integrity(self, kept: Iterable[Slot | None] = ()) -> None:
+        """`kept` are slots that were given to nobody yet."""
+        slots = [*self.slots.values(), *(slot for slot in kept if slot is not None)]
         self.a.allocator.check_integrity([(slot.a_row, sum(slot.ranks)) for slot in slots])
         for i, rows in enumerate(self.b):
             owned = [(slot.b_rows[i], slot.ranks[i]) for slot in slots if slot.ranks[i]]

@@ -145,14 +145,24 @@ def clear(rows: list[torch.Tensor]) -> None:
         torch._foreach_zero_([each for each in rows if each.dtype == dtype])
 
 
-def copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """(to, from), by a few launches where both lie alike. The others are copied one by one, yet in
-    one call: among those that lie alike a single other one would make them all slow."""
-    alike: list[tuple[torch.Tensor, torch.Tensor]] = []
-    others: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for pair in pairs:
-        both = pair[0].is_contiguous() and pair[1].is_contiguous()
-        (alike if both else others).append(pair)
-    for some in (alike, others):
-        if some:
-            torch._foreach_copy_([to for to, _ in some], [source for _, source in some])
+Places = list[tuple[torch.Tensor, torch.Tensor]]
+"""(rows, what is to be copied into them)."""
+
+Copies = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
+"""The same in lists, each for one call."""
+
+
+def in_calls(places: Places) -> Copies:
+    """A few launches where both lie alike. The others are copied one by one, yet in one call: among
+    those that lie alike a single other one would make them all slow."""
+    calls: Copies = [([], []), ([], [])]
+    for rows, source in places:
+        targets, sources = calls[not (rows.is_contiguous() and source.is_contiguous())]
+        targets.append(rows)
+        sources.append(source)
+    return [call for call in calls if call[0]]
+
+
+def copy_all(places: Places) -> None:
+    for targets, sources in in_calls(places):
+        torch._foreach_copy_(targets, sources)

@@ -5,7 +5,7 @@ What a job's step, loss or data is, is not known here.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar, cast
 
@@ -20,6 +20,7 @@ from tlora.kernels.streams import threshold
 from tlora.model.adapter_rows import AdapterRows
 from tlora.model.adapters import AdapterWeights, new_pair
 from tlora.model.attention import replace_attention
+from tlora.model.berth import Berth
 from tlora.model.compiling import (
     compile_layers,
     in_shards,
@@ -29,7 +30,7 @@ from tlora.model.compiling import (
 )
 from tlora.model.graphs import Graphs
 from tlora.model.head import PlainHead, find_plain_head
-from tlora.model.job_rows import Held, JobRows, of_weights
+from tlora.model.job_rows import Held, JobRows, Moments, of_weights
 from tlora.model.linear import SharedInput, replace_linears
 from tlora.model.memory import is_out_of_memory
 from tlora.model.packing import PackedBatch, pack_all
@@ -167,16 +168,23 @@ class SuperModel:
 
     @torch.no_grad()
     def attach(
-        self, job: str, weights: AdapterWeights, *, scale: float, dropout: float = 0.0
+        self,
+        job: str,
+        weights: AdapterWeights,
+        *,
+        scale: float,
+        dropout: float = 0.0,
+        moments: Moments | None = None,
     ) -> None:
-        """Claim rank rows and fill them. Raises, with nothing claimed, if the job is attached or
-        its matrices do not fit the base model or hold what is no finite number."""
+        """Claim rank rows and fill them, also with the optimiser's moments of a job that goes on.
+        Raises, with nothing claimed, if the job is attached or its matrices do not fit the base
+        model or hold what is no finite number."""
         if job in self.scalings:
             raise ValueError(f"job '{job}' is attached already")
         check_fit(job, weights, self.targets)
         # First: places must not be trusted after an attach that breaks off either.
         self._forget_places()
-        self.adapter_rows.claim(job, weights, let_go=self._forget_graphs)
+        self.adapter_rows.claim(job, weights, moments, let_go=self._forget_graphs)
         self.scalings[job] = Scaling(scale, threshold(dropout))
 
     @torch.no_grad()
@@ -208,9 +216,15 @@ class SuperModel:
         return self.adapter_rows.courier.bring(tensors, make)
 
     @torch.no_grad()
-    def fill_moments(self, job: str, moments: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """The optimiser's moments of a job that goes on, by kind and matrix."""
-        self.adapter_rows.fill_moments(job, moments)
+    def keep_rows(
+        self, job: str, weights: AdapterWeights, moments: Moments | None = None
+    ) -> Berth | None:
+        """Rows for a job on its way, by any thread: as long as somebody holds on to the berth,
+        attaching a job with these very tensors has only to fill them, unless others had no room
+        meanwhile. None where there is no room now, or tensors lie elsewhere than the model. Raises
+        what attaching would."""
+        check_fit(job, weights, self.targets)
+        return self.adapter_rows.keep(job, weights, moments or {})
 
     def views(self, job: str) -> dict[str, RowViews]:
         """The job's rows with their gradients and moments, by `PATH.lora_A` and `PATH.lora_B`."""
@@ -291,8 +305,8 @@ class SuperModel:
         return True
 
     def check_integrity(self) -> None:
+        self.adapter_rows.check_integrity()
         for pool in self.pools:
-            pool.check_integrity()
             assert set(pool.slots) <= set(self.scalings)
 
     def _hidden(self, head: PlainHead, batch: PackedBatch) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 Whatever does not touch the engine is done by a thread of the job's own: its data are prepared, its
 checkpoint is read or its adapter drawn, its weights are looked at and brought to where the model
-is. What is left is to attach it, between two nano-batches.
+is, and its rank rows are found. What is left is to attach it, between two nano-batches.
 """
 
 import time
@@ -17,13 +17,14 @@ from tlora.core.errors import JobFailed, TloraError
 from tlora.core.job import JobSpec
 from tlora.data.prepare import PreparedData
 from tlora.model.adapters import AdapterWeights
+from tlora.model.berth import Berth
 from tlora.model.super_model import SuperModel
 from tlora.runtime.background import in_background
 from tlora.runtime.directory import RunDirectory
 from tlora.runtime.entering import adapter_start
 from tlora.runtime.resuming import Resumption, resumption
 from tlora.training.driver import Status
-from tlora.training.moving import bring, bring_weights
+from tlora.training.moving import bring, bring_weights, keep_rows
 
 LEAVE_S = 2.0
 """How long a run that is stopped waits for jobs that were cancelled on their way."""
@@ -41,6 +42,9 @@ class Arrived:
 
     start: AdapterWeights
     """Of a job that begins, where the model is; empty for one that goes on."""
+
+    berth: Berth | None = None
+    """Its rows, if there is room for them as it is: kept as long as somebody holds on to this."""
 
 
 class Verdict(NamedTuple):
@@ -111,14 +115,22 @@ class Arrival:
             return Arrived(found, found, {})
         if self._prepare is not None and not self.is_dropped:
             self.data = self._prepare()
-        if self.verdict is not None or self.is_dropped:
+        if not self._is_wanted:
             return Arrived(found, found, {})
         checkpoint = found.checkpoint
         if checkpoint is None:
-            start = adapter_start(self.job, model)
-            return Arrived(found, found, bring_weights(model, self.name, start).result())
+            start = bring_weights(model, self.name, adapter_start(self.job, model)).result()
+            berth = model.keep_rows(self.name, start) if self._is_wanted else None
+            return Arrived(found, found, start, berth)
         state = bring(model, self.name, checkpoint.state).result()
-        return Arrived(found, replace(found, checkpoint=replace(checkpoint, state=state)), {})
+        berth = keep_rows(model, self.name, state) if self._is_wanted else None
+        brought = replace(found, checkpoint=replace(checkpoint, state=state))
+        return Arrived(found, brought, {}, berth)
+
+    @property
+    def _is_wanted(self) -> bool:
+        """Nobody has said otherwise meanwhile."""
+        return self.verdict is None and not self.is_dropped
 
 
 class Arrivals:

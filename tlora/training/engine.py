@@ -97,8 +97,8 @@ class Engine:
     ) -> None:
         """Between nano-batches, without touching the neighbours. With `dpo` the job is fed pairs.
         With `state` the job goes on where it was detached; `weights` are then its weights of that
-        time. What lies in host memory is copied while the neighbours wait: `moving.bring` copies it
-        before."""
+        time. What lies in host memory is copied while the neighbours wait, and rows are found:
+        `moving.bring` copies it before, and `moving.keep_rows` finds them."""
         if not weights:
             raise ValueError(f"job '{name}' adapts no module")
         if weight <= 0:
@@ -106,7 +106,8 @@ class Engine:
         if state is not None:
             check_state(name, weights, state)
         rank = max(pair.a.shape[0] for pair in weights.values())
-        self.super_model.attach(name, weights, scale=scale, dropout=dropout)
+        moments = None if state is None else state.moments
+        self.super_model.attach(name, weights, scale=scale, dropout=dropout, moments=moments)
         self._jobs[name] = EngineJob(
             name,
             seed=seed,
@@ -117,7 +118,6 @@ class Engine:
         )
         if state is not None:
             self._jobs[name].step = state.step
-            self._restore_moments(name, state)
         self._group += 1
 
     def detach(self, name: str) -> None:
@@ -350,7 +350,3 @@ class Engine:
         self._leave(job.name)
         failure = JobFailed(f"step {job.step + 1}: {reason}", job=job.name)
         return Outcome(error=reason, failures=(failure,))
-
-    def _restore_moments(self, name: str, state: JobState) -> None:
-        moments = {"exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
-        self.super_model.fill_moments(name, moments)

@@ -10,6 +10,7 @@ from tlora.core.errors import JobFailed
 from tlora.core.sequence import Sequences, TokenSequence, Unit
 from tlora.kernels.streams import step_key
 from tlora.model.adapters import AdapterWeights
+from tlora.model.job_rows import Moments
 from tlora.model.packing import Share
 from tlora.training.batch import Batch, Passage, Preference, StepRequest
 from tlora.training.compose import Kind, Waiting
@@ -55,6 +56,10 @@ class JobState:
     weights: AdapterWeights
     exp_avg: dict[str, torch.Tensor]
     exp_avg_sq: dict[str, torch.Tensor]
+
+    @property
+    def moments(self) -> Moments:
+        return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
 
 @dataclass(slots=True, eq=False)

@@ -1,7 +1,7 @@
 """A job's state out of an engine and into one, without holding up its neighbours.
 
-To move a job: `Engine.snapshot`, `Engine.detach`, and in the other engine `bring`, then
-`Engine.attach` with what was brought.
+To move a job: `Engine.snapshot`, `Engine.detach`, and in the other engine `bring`, `keep_rows`, and
+`Engine.attach` with what was brought while the berth is held.
 """
 
 from collections.abc import Iterable, Iterator
@@ -9,9 +9,11 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from tlora.model.adapters import AdapterWeights, LoraPair
+from tlora.model.berth import Berth
 from tlora.model.job_rows import Held, of_weights
 from tlora.model.snapshot import Snapshot
 from tlora.model.super_model import SuperModel
+from tlora.training.checks import check_state
 from tlora.training.engine_job import JobState
 
 
@@ -49,6 +51,13 @@ def bring(model: SuperModel, job: str, state: JobState) -> Snapshot[JobState]:
         )
 
     return model.bring([*_matrices(weights), *exp_avg.values(), *exp_avg_sq.values()], there)
+
+
+def keep_rows(model: SuperModel, job: str, state: JobState) -> Berth | None:
+    """Rows for a job that goes on with this state, which was brought, by any thread
+    (`SuperModel.keep_rows`)."""
+    check_state(job, state.weights, state)
+    return model.keep_rows(job, state.weights, state.moments)
 
 
 def _matrices(weights: AdapterWeights) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.arriving import rows_were_waiting
 from support.asking import Asking, answers, put, submission
 from support.kills import adapter_bytes, curves, same_end
 from support.runs import job_file
@@ -132,9 +133,11 @@ def test_a_cancelled_job_leaves_its_adapter_and_its_neighbours_alone(
 
 
 def test_a_job_comes_leaves_and_comes_back_in_one_run(
-    spec: RunSpec, together: Path, tmp_path: Path
+    spec: RunSpec, together: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Out between two of its batches' nano-batches, in again from there."""
+    """Out between two of its batches' nano-batches, in again from there; both times into rows that
+    were found before."""
+    waiting = rows_were_waiting(monkeypatch)
     output = tmp_path / "run"
     asked = {
         ("plain", 3): [("submit", "", submission(later(spec)))],
@@ -147,6 +150,8 @@ def test_a_job_comes_leaves_and_comes_back_in_one_run(
         assert same_end(output, together, job)
     steps = [each[1] for each in curves(output, "late") if each[0] == "train"]
     assert steps == list(range(1, 21))
+    # Not for those that were there from the start, nor for adapters that are exported.
+    assert waiting.count(True) == 2
 
 
 def test_what_cannot_join_is_answered_and_disturbs_nobody(

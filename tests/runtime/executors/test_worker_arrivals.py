@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.arriving import Gate, let_others_arrive
+from support.arriving import Gate, let_others_arrive, rows_were_waiting
 from support.waiting import PATIENCE_S
 
 from tlora.config import dump_spec
@@ -75,8 +75,9 @@ def steps(told: Told, job: str) -> int:
 
 
 def test_neighbours_train_while_a_job_comes(busy, gate: Gate, monkeypatch) -> None:
-    """What is said of it parts their pause from its way."""
+    """What is said of it parts their pause from its way. Its rows are found meanwhile."""
     worker, told, _ = busy
+    waiting = rows_were_waiting(monkeypatch)
     began, enter_job = worker.arrivals.of("late").began, workers.enter_job
     clock = SimpleNamespace(perf_counter=lambda: now[0], time=time.time)
     now = [began]
@@ -94,6 +95,7 @@ def test_neighbours_train_while_a_job_comes(busy, gate: Gate, monkeypatch) -> No
     gate.let_in()
     work_until(worker, lambda: told.of(Attached, "late"))
     [attached] = told.of(Attached, "late")
+    assert waiting == [True]
     assert attached.seconds == pytest.approx(0.25) and attached.arriving_s == pytest.approx(8.0)
     work_until(worker, lambda: told.of(Ended, "late"))
     assert told.of(Ended, "late")[0].result["status"] == "completed"

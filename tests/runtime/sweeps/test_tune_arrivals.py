@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable, Iterator
 
 import pytest
-from support.arriving import Gate, let_others_arrive
+from support.arriving import Gate, let_others_arrive, rows_were_waiting
 from support.sweeps import lines, sweep_file
 
 import tlora
@@ -44,7 +44,9 @@ def sweep(base, rows):
 
 
 def test_a_trial_trains_while_another_comes(base, rows, tmp_path, monkeypatch, gate) -> None:
-    """Which is attached when it is let through, and comes to the same end."""
+    """Which is attached when it is let through, in rows that were found meanwhile, and comes to the
+    same end."""
+    waiting = rows_were_waiting(monkeypatch)
     at_step(monkeypatch, 3, lambda: gate.let_in("t-01"))
     study = tlora.tune(sweep(base, rows), output=tmp_path / "run", view=lines())
     assert {trial.status for trial in study.trials} == {"completed"}
@@ -55,6 +57,7 @@ def test_a_trial_trains_while_another_comes(base, rows, tmp_path, monkeypatch, g
     before = [each for each in events[:come] if each["kind"] == "nano_batch"]
     assert len(before) >= 3 and all(set(each["tokens"]) == {"t-00"} for each in before)
     assert events[come]["paused_ms"] > 0
+    assert waiting[1], "of the second that came"
 
 
 def test_a_sweep_that_is_stopped_while_a_trial_comes_goes_on_with_it(

@@ -155,9 +155,10 @@ def pauses(
             driver.advance(engine)
         for step in engine.run_nano_batch().steps:
             next(driver for driver in drivers if driver.name == step.job).on_step(step)
-        weights = adapters[last.name]
+        weights, berth = adapters[last.name], None
         if number % 2:
             weights = bring_weights(model, one_more.name, weights).result()
+            berth = model.keep_rows(one_more.name, weights)
         started = free_for_training(model.device)
         one_more.attach(engine, weights)
         attached = free_for_training(model.device)
@@ -167,7 +168,7 @@ def pauses(
         (attach if number % 2 else from_host).append(attached - started)
         state.result()
         # Giving gigabytes of host memory back takes a tenth of a second: not under the clock.
-        del state
+        del state, berth
     for driver in drivers:
         engine.detach(driver.name)
     # The first ones warm up.

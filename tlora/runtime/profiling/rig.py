@@ -127,12 +127,13 @@ class Rig:
 
     def pauses(self, spec: JobSpec, plan: Plan, *, repeats: int) -> tuple[list[float], list[float]]:
         """Seconds for which nobody trains when one more job comes, whose adapter was brought to the
-        device before, and when it goes with a snapshot of its state."""
+        device and whose rows were found before, and when it goes with a snapshot of its state."""
         weights = bring_weights(self.model, "one-more", self.model.new_adapter(spec)).result()
         attach: list[float] = []
         detach: list[float] = []
         for _ in range(repeats):
             self.visit(plan)
+            berth = self.model.keep_rows("one-more", weights)
             started = free_for_training(self.device)
             self.engine.attach("one-more", weights, scale=SCALE)
             attached = free_for_training(self.device)
@@ -141,6 +142,7 @@ class Rig:
             attach.append(attached - started)
             detach.append(free_for_training(self.device) - attached)
             state.result()
+            del berth
         return attach, detach
 
     def empty(self) -> None:
