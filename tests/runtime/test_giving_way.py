@@ -15,7 +15,7 @@ from support.sweeps import lines, sweep_file
 
 from tlora.config import load_spec, load_sweep
 from tlora.runtime import giving_way as module
-from tlora.runtime.environment import busy_seconds, usable_cores, waiting_is_chosen
+from tlora.runtime.environment import allowed_cores, busy_seconds, waiting_is_chosen
 from tlora.runtime.giving_way import Look, Teams, giving_way, is_crowded, teams_needed
 from tlora.runtime.progress import ProgressLines
 from tlora.runtime.recording import Recorder
@@ -51,7 +51,7 @@ def crowd(monkeypatch, *others: float) -> None:
         return last
 
     monkeypatch.setattr(module, "look", look)
-    monkeypatch.setattr(module, "usable_cores", lambda: 2)
+    monkeypatch.setattr(module, "allowed_cores", lambda: 2)
     monkeypatch.setattr(module, "LOOK_S", 0.01)
 
 
@@ -164,7 +164,7 @@ def test_a_busy_core_is_seen():
         pass
     after, wall = busy_seconds(), time.monotonic() - start
     assert before is not None and after is not None
-    assert 0.2 <= after - before <= usable_cores() * wall + 0.1
+    assert 0.2 <= after - before <= allowed_cores() * wall + 0.1
 
 
 @linux

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from tlora.core.errors import SpecError
+from tlora.runtime.quota import cpu_quota
 
 
 def cache_directory() -> Path:
@@ -41,11 +42,22 @@ def mlflow_uri() -> str | None:
     return os.environ.get("MLFLOW_TRACKING_URI")
 
 
-def usable_cores() -> int:
+def allowed_cores() -> int:
     """Those that this process may run on."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def usable_cores() -> int:
+    """As many of them as a container lets it use at once."""
+    quota = cpu_quota()
+    return allowed_cores() if quota is None else max(1, min(allowed_cores(), int(quota)))
+
+
+def threads_are_chosen() -> bool:
+    """Whether somebody has said how many threads there are to be."""
+    return bool(os.environ.get("OMP_NUM_THREADS") or os.environ.get("MKL_NUM_THREADS"))
 
 
 def waiting_is_chosen() -> bool:

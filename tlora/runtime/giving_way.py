@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tlora.runtime.environment import busy_seconds, usable_cores, waiting_is_chosen
+from tlora.runtime.environment import allowed_cores, busy_seconds, waiting_is_chosen
 
 LOOK_S = 0.25
 """A clock tick of 10 ms is 4 % of a core; importing torch keeps a core busy for 2 s and more."""
@@ -85,7 +85,7 @@ def look() -> Look | None:
 
 def watch(over: threading.Event, threads: int) -> None:
     """In a thread of its own: a nano-batch that stalls must not have to end first."""
-    cores = usable_cores()
+    cores = allowed_cores()
     teams = Teams(teams_needed(threads=threads, cores=cores))
     before = look()
     try:

@@ -39,6 +39,7 @@ from tlora.runtime.benchmark.steadiness import Graphs
 from tlora.runtime.benchmark.workload import Done, Workload, new_workload
 from tlora.runtime.budget import ON_CPU, ON_CPU_SMALL, ON_CUDA
 from tlora.runtime.environment import quieten_libraries
+from tlora.runtime.threads import set_threads
 
 CLOCKED_RUNS = 3
 
@@ -169,8 +170,7 @@ def run_benchmark(settings: Settings, say: Say, *, started: float | None = None)
 def _run(settings: Settings, say: Say, started: float) -> Result:
     seconds = settings.seconds or float("inf")
     quieten_libraries()
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    set_threads(settings.threads)
     device = chosen_device(settings.device)
     settings = with_defaults(settings, device)
     assert settings.shape and settings.budget

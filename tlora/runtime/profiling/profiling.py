@@ -27,6 +27,7 @@ from tlora.runtime.profiling.grid import EIGHT, RANKS, Plan, choose_plans, lengt
 from tlora.runtime.profiling.group_check import check_group
 from tlora.runtime.profiling.rig import NotMeasured, Rig, Visit
 from tlora.runtime.profiling.settings import Settings
+from tlora.runtime.threads import set_threads
 from tlora.training.compose import buckets_for
 from tlora.training.sizing import CPU_BUCKET_STEP
 
@@ -67,8 +68,7 @@ def run_profile(settings: Settings, command: str, say: Say) -> Profile:
 
 def _run(settings: Settings, command: str, say: Say) -> Profile:
     quieten_libraries()
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    set_threads(settings.threads)
     device = chosen_device(settings.device)
     settings = with_defaults(settings, device)
     assert settings.shape and settings.tokens
