@@ -28,8 +28,6 @@ def _folders(groups: Path, memberships: str) -> Iterator[Path]:
         if controllers:
             names = (controllers, "cpu") if "cpu" in controllers.split(",") else ()
             trees = [groups / name for name in names]
-        if ".." in inside.parts:
-            inside = PurePosixPath()
         yield from (tree / each for tree in trees for each in (inside, *inside.parents))
 
 

@@ -171,8 +171,9 @@ def test_a_product_sums_over_the_linears_of_a_group(linears: int):
 
 @runs_kernels
 def test_products_of_one_input_have_an_output_each():
-    """Of several widths: the first tile of one linear follows the last of another."""
-    segments = [in_eights(0, 150, 1, (16, 24, 64)), in_eights(150, 290, 0, (8, 0, 40))]
+    """Of several widths: the first tile of one linear follows the last of another. And of unlike
+    numbers of pages, the first linear with the fewest: a program takes the steps of them all."""
+    segments = [in_eights(0, 150, 1, (0, 24, 72)), in_eights(150, 290, 0, (8, 0, 40))]
     problem = Problem(segments, "forward", 3)
     both = zip(problem.run(), problem.expected(), problem.expected(1.03), strict=True)
     for linear, (found, right, twin) in enumerate(both):
