@@ -54,8 +54,12 @@ BLOCK = 6
 MOST_WARM_UP_STEPS = 24
 FIRST_STEPS = BEFORE_CAPTURE + 1
 TOP = 12
-LORA = re.compile(r"(shrink|expand|reduce|sum)_kernel(_\d+)?")
+LORA = re.compile(r"(shrink|expand|reduce|sum|lay|sum_into_slots)_kernel(_\d+)?")
 """The whole name of a kernel of tlora/kernels/multi_lora; torch has longer ones like it."""
+
+PRODUCT = re.compile(r"product_kernel(_\d+)?")
+"""A frozen product with the update inside. Without adapters it would be cuBLAS's, so its time is
+told by itself and is no part of `lora_share`."""
 
 
 class Steps:
@@ -135,11 +139,14 @@ def kernels_of(step: Callable[[], object], device: torch.device, *, batches: int
             times[event.key] = (before[0] + spent / 1e3, before[1] + event.count)
     ordered = sorted(times.items(), key=lambda each: -each[1][0])
     total = sum(milliseconds for _, (milliseconds, _) in ordered)
-    lora = sum(ms for name, (ms, _) in ordered if LORA.fullmatch(name))
+    lora, products = (
+        sum(ms for name, (ms, _) in ordered if of.fullmatch(name)) for of in (LORA, PRODUCT)
+    )
     return {
         "ms": round(total / batches, 3),
         "launches": round(sum(count for _, (_, count) in ordered) / batches),
         "lora_ms": round(lora / batches, 3),
+        "products_inside_ms": round(products / batches, 3),
         "top": [
             [name[:100], round(milliseconds / batches, 3), round(count / batches, 1)]
             for name, (milliseconds, count) in ordered[:TOP]

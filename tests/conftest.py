@@ -1,6 +1,8 @@
 """Fixtures for all tests."""
 
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,12 @@ import pytest
 # Before torch is imported, here and in every process a test starts: the models are so small that a
 # second thread costs more than it brings, and many times more on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--figures", help="append what tests measure to this file, a line of JSON each"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,3 +39,15 @@ def real_data() -> Path:
     if not folder:
         pytest.skip("TLORA_TEST_DATA is not set: it names the folder with real models and datasets")
     return Path(folder)
+
+
+@pytest.fixture
+def keep_line(pytestconfig: pytest.Config) -> Callable[[dict[str, object]], None]:
+    """Where a test measures what is claimed, and `--figures` names a file."""
+
+    def keep(line: dict[str, object]) -> None:
+        if path := pytestconfig.getoption("--figures"):
+            with Path(path).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+    return keep

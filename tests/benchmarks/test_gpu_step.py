@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +30,18 @@ def test_every_budget_gives_a_line_with_all_figures(run_script, tmp_path) -> Non
 def test_kernels_of_adapters_are_told_from_those_of_torch(run_script) -> None:
     """torch has a reduce_kernel too."""
     lora = importlib.import_module("gpu_step").LORA
-    assert all(map(lora.fullmatch, ["shrink_kernel", "reduce_kernel", "expand_kernel_0"]))
+    for own in ("shrink_kernel", "reduce_kernel", "expand_kernel_0", "lay_kernel"):
+        assert lora.fullmatch(own)
     for other in ("at::native::reduce_kernel<512, 1>", "softmax_kernel", "step_kernel"):
         assert not lora.fullmatch(other)
+
+
+def test_every_kernel_of_the_adapters_is_one_or_the_other(run_script) -> None:
+    """A new kernel that nobody counts would make the adapters look cheaper."""
+    script = importlib.import_module("gpu_step")
+    folder = Path(__file__).parents[2] / "tlora" / "kernels" / "multi_lora"
+    text = "".join(each.read_text() for each in folder.glob("triton_*.py"))
+    kernels = set(re.findall(r"^def ([a-z]\w*_kernel)\(", text, re.MULTILINE))
+    assert len(kernels) == 7
+    for kernel in kernels:
+        assert bool(script.LORA.fullmatch(kernel)) != bool(script.PRODUCT.fullmatch(kernel))

@@ -1,15 +1,16 @@
 """A job joins a run on a CUDA device through the floor of `tlora train`: its neighbour trains while
 it comes, it is attached to the bit as it was drawn or saved, and the pause is short.
 
-    pytest tests/gpu/test_joining.py -m gpu -s
+    pytest tests/gpu/test_joining.py -m gpu -s --figures benchmarks/results/h200_joining.jsonl
 
-prints the pauses, and how much of each the engine took.
+prints the pauses, and how much of each the engine took, and keeps them as lines.
 """
 
 import io
 import json
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from tlora.core.job import BaseSpec, DataSpec, JobSpec, LoraSpec, TrainSpec
 from tlora.core.sequence import TokenSequence
 from tlora.model.super_model import SuperModel
 from tlora.runtime import arriving
+from tlora.runtime.benchmark.machine import device_name
+from tlora.runtime.benchmark.record import commit, versions
 from tlora.runtime.directory import RunDirectory
 from tlora.runtime.elastic.one_device import OneDevice
 from tlora.runtime.progress import ProgressLines
@@ -179,7 +182,11 @@ class Run:
 
 @pytest.mark.parametrize("layers", [2, 32])
 def test_a_neighbour_trains_while_a_job_comes(
-    layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    layers: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    keep_line: Callable[[dict[str, object]], None],
 ) -> None:
     """Anew, and back from its checkpoint with its moments, some times over."""
     run = Run(tmp_path / "run", layers, monkeypatch)
@@ -205,5 +212,20 @@ def test_a_neighbour_trains_while_a_job_comes(
         )
         print(f"\n{layers} layers, rank {RANK}: the neighbour stood still for {shown} ms")
         print(f"of these the engine attached for {attached} ms, on the host's clock")
+    keep_line(
+        {
+            "v": 1,
+            "kind": "joining",
+            "commit": commit(),
+            "command": "pytest tests/gpu/test_joining.py --figures FILE",
+            "device": device_name(run.model.device),
+            "versions": versions(),
+            "layers": layers,
+            "rank": RANK,
+            "parameters": sum(each.numel() for name, each in held.items() if "value" in name),
+            "paused_ms": [round(each, 2) for each in run.pauses_ms],
+            "attached_ms": [round(each, 2) for each in run.attached_ms],
+        }
+    )
     # The first one fills the allocator.
     assert max(run.pauses_ms[1:]) < PAUSE_MS

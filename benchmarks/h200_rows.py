@@ -1,0 +1,338 @@
+"""Which figures of an H200 are claimed, and where each comes from: the table of docs/h200.md, made
+of the newest lines under `results/`, so that no figure there can differ from its line.
+
+    python benchmarks/h200_rows.py            # prints the table
+    python benchmarks/h200_rows.py --write    # puts it into docs/h200.md
+
+h200_run.py measures the lines anew.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[1] / "docs" / "h200.md"
+BEGIN, END = "<!-- rows: python benchmarks/h200_rows.py --write -->", "<!-- end of rows -->"
+
+RANKS = [8, 16, 32, 64]
+MLORA_FRACTION = 0.34
+"""Of the frozen backbone, as published; not measured here."""
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a line says about a row."""
+
+    number: float
+    """What the bar is held against."""
+
+    text: str
+
+
+Read = Callable[[Line, list[Line]], Said | None]
+"""A line, and all that are in its file. None: it says nothing about this."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What is to be reached, and what would be better still."""
+
+    first: float | None = None
+    text: str = ""
+    goal: str = ""
+    is_least: bool = True
+    """More is better."""
+
+    def is_met(self, number: float) -> bool:
+        if self.first is None:
+            return True
+        return number >= self.first if self.is_least else number <= self.first
+
+
+@dataclass(frozen=True)
+class Row:
+    what: str
+    file: str
+    read: Read
+    bar: Bar
+
+    def newest(self, results: Path = RESULTS) -> tuple[Line, Said] | None:
+        lines = lines_of(results / self.file)
+        for line in reversed(lines):
+            said = self.read(line, lines)
+            if said is not None:
+                return line, said
+        return None
+
+
+def lines_of(path: Path) -> list[Line]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def linears(adapters: int, *, zero: bool = False, composed: bool = False) -> Read:
+    """Of gpu_linears.py, ranks 8-64 of an 8B layer: the cost by the layer and by its groups. They
+    differ by half a point or more in one run, so their mean is what counts."""
+    case = {"tokens": 8192, "adapters": adapters, "ranks": "mixed", "dropout": 0.0, "zero": zero}
+
+    def read(line: Line, beside: list[Line]) -> Said | None:
+        for each in line.get("results", []) if line.get("shape") == "8b" else []:
+            given = each.get("case", {})
+            is_it = all(given.get(name) == wanted for name, wanted in case.items())
+            is_it = is_it and (given.get("composed") is not None) == composed
+            if is_it and "overhead_inside" in each:
+                layer, group = each["overhead_inside"], each["overhead_inside_by_group"]
+                return Said(50 * (layer + group), f"+{100 * layer:.1f} / +{100 * group:.1f} %")
+        return None
+
+    return read
+
+
+def step(shape: str, budget: int) -> Read:
+    """Of gpu_step.py."""
+
+    def read(line: Line, beside: list[Line]) -> Said | None:
+        settings, fraction = line.get("settings", {}), line.get("frozen_fraction")
+        is_it = settings.get("shape") == shape and settings.get("layers") is None
+        if not is_it or line.get("budget") != budget or fraction is None:
+            return None
+        return Said(fraction, f"{fraction:.3f} ({line['tokens_per_s']:,.0f} tokens/s)")
+
+    return read
+
+
+def bench(line: Line, batch: list[int], budget: int) -> bool:
+    """Of `tlora bench`, an 8B model: whether the jobs had such batches."""
+    settings = line["settings"]
+    found = (line["shape"], settings["ranks"], settings["batch"], settings["nano_batch_tokens"])
+    return found == ("llama-8b", RANKS, batch, budget)
+
+
+def benched(batch: list[int], budget: int, key: str, form: str) -> Read:
+    def read(line: Line, beside: list[Line]) -> Said | None:
+        number = line.get(key) if bench(line, batch, budget) else None
+        if number is None:
+            return None
+        return Said(number, form.format(number, rate=line["fused"]["tokens_per_s"]))
+
+    return read
+
+
+def as_they_come(line: Line) -> bool:
+    return bench(line, [1, 2, 3, 4], 8192) and line["fused"]["tokens_per_s"] is not None
+
+
+def against_frozen(line: Line, beside: list[Line]) -> Said | None:
+    """The fastest of that commit, since its nano-batches are full in other lines."""
+    if not as_they_come(line):
+        return None
+    same = [each for each in beside if each["commit"] == line["commit"]]
+    frozen = max(each["frozen"]["best"] or 0 for each in same if each["shape"] == line["shape"])
+    rate = line["fused"]["tokens_per_s"]
+    return Said(rate / frozen, f"{rate / frozen:.3f} ({rate:,.0f} of {frozen:,.0f} tokens/s)")
+
+
+def against_mlora(line: Line, beside: list[Line]) -> Said | None:
+    found = against_frozen(line, beside)
+    return found and Said(found.number / MLORA_FRACTION, f"{found.number / MLORA_FRACTION:.2f}x")
+
+
+def joining(line: Line, beside: list[Line]) -> Said | None:
+    if line["layers"] != 32:
+        return None
+    anew, *back = line["paused_ms"]
+    text = f"{anew:.1f} ms anew, {min(back):.1f} to {max(back):.1f} ms from a checkpoint"
+    return Said(max(anew, *back), text)
+
+
+def tuned(shape: str) -> Read:
+    def read(line: Line, beside: list[Line]) -> Said | None:
+        if line["shape"] != shape:
+            return None
+        fixed = {int(size): rate for size, rate in line["fixed_tokens_per_s"].items()}
+        best, size = max(fixed, key=lambda each: fixed[each]), line["tuned_to"]
+        share = 100 * fixed[size] / fixed[best]
+        return Said(share, f"{size:,} tokens: {share:.0f} % of {best:,}")
+
+    return read
+
+
+def memory(line: Line, beside: list[Line]) -> Said | None:
+    over = line.get("peaks", {}).get("plain", {}).get("over_frozen_gb")
+    return None if over is None else Said(over, f"+{over:.2f} GB")
+
+
+def residents(line: Line, beside: list[Line]) -> Said | None:
+    found = line.get("residents") or {}
+    slower = found.get("slowdown_pct")
+    return None if slower is None else Said(slower, f"{slower:.1f} % with {found['attached']}")
+
+
+def exact(line: Line, beside: list[Line]) -> Said | None:
+    cost = (line.get("cost") or {}).get("cost_pct")
+    return None if cost is None else Said(cost, f"{cost:.1f} %")
+
+
+LINEARS, STEP, BENCH = "h200_linears.jsonl", "h200_step.jsonl", "h200_bench.jsonl"
+MEMORY, JOINING = "h200_memory.jsonl", "h200_joining.jsonl"
+EXACT, TUNED = "h200_exact.jsonl", "h200_tuned_size.jsonl"
+
+OVER_LINEARS = Bar(12.0, "+12 %", "+5 %", is_least=False)
+FRACTION = "{:.3f} ({rate:,.0f} tokens/s)"
+WAITING = Bar(2.0, "2 %", "0.5 %", is_least=False)
+
+ROWS = [
+    Row(
+        "adapters over the frozen linears, 8B layer, 8,192 tokens, 8 adapters of rank 8-64"
+        " (the layer / by group)",
+        LINEARS,
+        linears(8),
+        OVER_LINEARS,
+    ),
+    Row(
+        "the same with 32, gradients zero, as nano-batches of so many have them",
+        LINEARS,
+        linears(32, zero=True),
+        OVER_LINEARS,
+    ),
+    Row("the same with 32, all gradients added to", LINEARS, linears(32), OVER_LINEARS),
+    Row(
+        "32 jobs as the engine composes them: 10 in a nano-batch",
+        LINEARS,
+        linears(32, composed=True),
+        OVER_LINEARS,
+    ),
+    Row(
+        "frozen fraction, 8B, 8,192 tokens, every job steps each time",
+        STEP,
+        step("llama-8b", 8192),
+        Bar(0.90, "0.90", "0.96"),
+    ),
+    Row(
+        "the same, batches of 16 x 512",
+        BENCH,
+        benched([16], 8192, "frozen_fraction", FRACTION),
+        Bar(0.90, "0.90", "0.96"),
+    ),
+    Row(
+        "frozen fraction, 1B, 8,192 tokens",
+        STEP,
+        step("llama-1b", 8192),
+        Bar(0.82, "0.82", "0.93"),
+    ),
+    Row(
+        "frozen fraction, 8B, 2,048 tokens",
+        STEP,
+        step("llama-8b", 2048),
+        Bar(0.85, "0.85", "0.93"),
+    ),
+    Row(
+        "useful tokens/s, 8B, batches of 1 to 4 as they come, real lengths, against frozen at"
+        " 8,192",
+        BENCH,
+        against_frozen,
+        Bar(0.85, "0.85", "0.93"),
+    ),
+    Row(
+        "against PEFT, one job after another, 1 x 512, 8B",
+        BENCH,
+        benched([1], 4096, "ratio_peft", "{:.2f}x"),
+        Bar(4.7, "4.7x", "5.4x"),
+    ),
+    Row(
+        "against PEFT saturated, 16 x 512, 8B",
+        BENCH,
+        benched([16], 8192, "ratio_peft", "{:.2f}x"),
+        Bar(1.08, "1.08x", "1.18x"),
+    ),
+    Row(
+        f"against mLoRA's {MLORA_FRACTION} of frozen, 8B (its figure is published, not measured"
+        " here)",
+        BENCH,
+        against_mlora,
+        Bar(2.5, "2.5x", "2.8x"),
+    ),
+    Row(
+        "adapters resident, 16 with tokens against 8: slower per token by",
+        MEMORY,
+        residents,
+        Bar(5.0, "5 % with 64", "120, thousands", is_least=False),
+    ),
+    Row(
+        "others stand still while a job joins (168 M parameters)",
+        JOINING,
+        joining,
+        Bar(50.0, "50 ms", "5 ms", is_least=False),
+    ),
+    Row(
+        "peak memory over frozen, 8B, 8,192 tokens",
+        MEMORY,
+        memory,
+        Bar(30.0, "+30 GB", "+25 GB", is_least=False),
+    ),
+    Row(
+        "work of the host beside the device's, nothing of it hidden",
+        BENCH,
+        benched([16], 8192, "engine_overhead_pct", "{:.1f} %"),
+        WAITING,
+    ),
+    Row(
+        "what the device waits for the host",
+        BENCH,
+        benched([16], 8192, "device_waits_pct", "{:.1f} %"),
+        WAITING,
+    ),
+    Row("cost of `isolation: exact`, 1B", EXACT, exact, Bar(15.0, "15 %", is_least=False)),
+    Row(
+        "the size of nano-batches that is found, against the best fixed one, 1B",
+        TUNED,
+        tuned("llama-1b"),
+        Bar(),
+    ),
+    Row("the same, 8B", TUNED, tuned("llama-8b"), Bar()),
+]
+
+
+def table(rows: Iterable[Row] = ROWS, results: Path = RESULTS) -> str:
+    """In Markdown. What does not reach its bar is bold."""
+    lines = ["| figure | at least | goal | measured | line |", "|---|---|---|---|---|"]
+    for row in rows:
+        text, source, found = "not measured", "", row.newest(results)
+        if found is not None:
+            line, said = found
+            text = said.text if row.bar.is_met(said.number) else f"**{said.text}**"
+            source = f"`{row.file}` ({line.get('commit', '-')})"
+        lines.append(f"| {row.what} | {row.bar.text} | {row.bar.goal} | {text} | {source} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_table(page: str, made: str) -> str:
+    before, rest = page.split(BEGIN + "\n")
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n{made}{END}{after}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help="put the table into docs/h200.md")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder with the lines")
+    given = parser.parse_args(arguments)
+    made = table(results=given.results)
+    if given.write:
+        PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), made), encoding="utf-8")
+    else:
+        print(made, end="")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,178 @@
+"""The page of H200 figures: its table is what the lines say, and what measures them can be run."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def rows(load_script):
+    return load_script("h200_rows")
+
+
+@pytest.fixture
+def runs(load_script):
+    return load_script("h200_run")
+
+
+def write(folder: Path, file: str, *lines: dict) -> None:
+    with (folder / file).open("a", encoding="utf-8") as out:
+        out.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def of_linears(layer: float, group: float, **case: object) -> dict:
+    usual = {"tokens": 8192, "adapters": 32, "ranks": "mixed", "dropout": 0.0, "zero": False}
+    figures = {"overhead_inside": layer, "overhead_inside_by_group": group}
+    return {"shape": "8b", "commit": "abc", "results": [{"case": usual | case, **figures}]}
+
+
+def of_step(fraction: float, budget: int = 8192, **settings: object) -> dict:
+    usual = {"shape": "llama-8b", "layers": None}
+    line = {"budget": budget, "frozen_fraction": fraction, "tokens_per_s": 1e4, "commit": "abc"}
+    return line | {"settings": usual | settings}
+
+
+def of_bench(batch: list[int], fused: float, frozen: float, commit: str) -> dict:
+    settings = {"ranks": [8, 16, 32, 64], "batch": batch, "nano_batch_tokens": 8192}
+    rates = {"fused": {"tokens_per_s": fused}, "frozen": {"best": frozen}}
+    return {"shape": "llama-8b", "commit": commit, "settings": settings, **rates}
+
+
+def said(rows, what: str, folder: Path) -> str:
+    found = [line for line in rows.table(results=folder).splitlines() if f"| {what}" in line]
+    assert len(found) == 1
+    return found[0].split("|")[4].strip()
+
+
+def test_the_page_has_the_table_of_the_lines(rows) -> None:
+    """A figure cannot be written there by hand, nor be left behind by a newer line."""
+    page = rows.PAGE.read_text(encoding="utf-8")
+    made = rows.table()
+    assert page.count(rows.BEGIN) == page.count(rows.END) == 1
+    assert made in page, "python benchmarks/h200_rows.py --write"
+    assert rows.with_table(page, made) == page
+    assert rows.with_table(page, "| other |\n") != page
+    # All but one: what the device waits for.
+    assert made.count("| not measured |") <= 1
+
+
+def test_the_newest_line_counts_and_what_misses_its_bar_is_bold(rows, tmp_path) -> None:
+    what = "the same with 32, all gradients added to"
+    assert said(rows, what, tmp_path) == "not measured"
+    write(tmp_path, rows.LINEARS, of_linears(0.121, 0.123))
+    assert said(rows, what, tmp_path) == "**+12.1 / +12.3 %**"
+    write(tmp_path, rows.LINEARS, of_linears(0.121, 0.117))
+    assert said(rows, what, tmp_path) == "+12.1 / +11.7 %"
+    # Other cases, and lines that say other things, are none of this row.
+    write(tmp_path, rows.LINEARS, of_linears(0.1, 0.1, adapters=8), of_linears(0.1, 0.1, zero=True))
+    write(tmp_path, rows.LINEARS, of_linears(0.1, 0.1, composed=1), of_linears(0.1, 0.1, tokens=1))
+    write(tmp_path, rows.LINEARS, {"shape": "8b", "results": []}, {"bench": "other"})
+    assert said(rows, what, tmp_path) == "+12.1 / +11.7 %"
+
+
+def test_fractions_are_held_to_be_at_least(rows, tmp_path) -> None:
+    what = "frozen fraction, 8B, 2,048 tokens"
+    write(tmp_path, rows.STEP, of_step(0.849, budget=2048))
+    assert said(rows, what, tmp_path).startswith("**0.849")
+    write(tmp_path, rows.STEP, of_step(0.85, budget=2048), of_step(0.5))
+    write(tmp_path, rows.STEP, of_step(0.99, budget=2048, layers=2))
+    assert said(rows, what, tmp_path) == "0.850 (10,000 tokens/s)"
+
+
+def test_jobs_as_they_come_are_held_against_the_fastest_frozen_of_their_commit(
+    rows, tmp_path
+) -> None:
+    """Frozen nano-batches of their own line are not full."""
+    what = "useful tokens/s, 8B, batches of 1 to 4"
+    own = of_bench([1, 2, 3, 4], 900, 1000, "new") | {"frozen_fraction": 0.9}
+    write(tmp_path, rows.BENCH, of_bench([16], 1100, 1250, "old"), own)
+    assert said(rows, what, tmp_path) == "0.900 (900 of 1,000 tokens/s)"
+    write(tmp_path, rows.BENCH, of_bench([16], 1100, 1200, "new"))
+    assert said(rows, what, tmp_path) == "**0.750 (900 of 1,200 tokens/s)**"
+    assert said(rows, "against mLoRA's", tmp_path) == "**2.21x**"
+
+
+def test_every_measure_is_of_a_script_that_takes_its_options(
+    runs, load_script, monkeypatch, capsys, tmp_path
+) -> None:
+    """Told on a device, a misspelt option would cost its time."""
+    helps: dict[str, str] = {}
+    for measure in runs.MEASURES:
+        script, *arguments = measure.arguments(tmp_path, 100)
+        if script == "-m":
+            script = arguments.pop(0)
+        if script == "pytest":
+            continue
+        if script not in helps:
+            monkeypatch.setattr(sys, "argv", [script, "--help"])
+            if script.startswith("benchmarks/"):
+                main = load_script(Path(script).stem).main
+            else:
+                main = load_script(f"{script}.__main__").main
+            with pytest.raises(SystemExit):
+                main(["--help"]) if main.__code__.co_argcount else main()
+            helps[script] = capsys.readouterr().out
+        options = [each for each in arguments if each.startswith("--")]
+        assert "--json" in options
+        for option in options:
+            assert f"{option} " in helps[script] or f"{option}\n" in helps[script], option
+        paths = [each for each in arguments if each.startswith("benchmarks/")]
+        assert all((ROOT / each).exists() for each in paths)
+    assert len(helps) >= 5
+
+
+def test_every_row_has_a_measure(rows, runs) -> None:
+    assert {row.file for row in rows.ROWS} == {measure.file for measure in runs.MEASURES}
+
+
+SCRIPT = """
+import json, sys, time
+line = {line!r}
+open({file!r}, "a").write(json.dumps(line) + chr(10))
+time.sleep({wait})
+sys.exit({code})
+"""
+
+
+def measure_of(runs, name: str, line: dict, *, wait: float = 0, code: int = 0):
+    def command(file: str) -> str:
+        made = SCRIPT.format(line=line, file=file, wait=wait, code=code)
+        return f"-c {shlex.quote(made)}"
+
+    class Made(runs.Measure):
+        def arguments(self, results: Path, seconds: float) -> list[str]:
+            return shlex.split(command(str(results / self.file)))
+
+    return Made(name, runs.STEP, 1, "")
+
+
+def test_a_run_goes_on_where_it_ended(runs, monkeypatch, capsys, tmp_path) -> None:
+    """What failed or had no time is run again, what was done is not."""
+    monkeypatch.setattr(runs, "GRACE_S", 1)
+    good = measure_of(runs, "good", of_step(0.95))
+    bad = measure_of(runs, "bad", of_step(0.5), code=3)
+    slow = measure_of(runs, "slow", of_step(0.91, budget=2048), wait=60)
+    runs.run_all([good, bad, slow], tmp_path, 60)
+    out = capsys.readouterr().out
+    assert "good: 0 s" in out and "0.950 (10,000 tokens/s) (to reach 0.90: met)" in out
+    assert "bad: FAILED" in out and "0.500 (10,000 tokens/s) (to reach 0.90: NOT MET)" in out
+    assert "slow: FAILED, 2 s" in out, "it was asked to end"
+    assert (tmp_path / "done").read_text() == "good\n"
+    runs.run_all([good, measure_of(runs, "late", of_step(0.9))], tmp_path, 2)
+    out = capsys.readouterr().out
+    assert "good: done before" in out and "late: left out" in out
+    assert len((tmp_path / runs.STEP).read_text().splitlines()) == 3
+
+
+def test_a_measure_that_nobody_knows_is_told(tmp_path) -> None:
+    command = [sys.executable, "benchmarks/h200_run.py", "--results", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--only", "setps-8b"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "no setps-8b; there are steps-8b" in done.stderr
