@@ -10,8 +10,9 @@ tokens of all of them where the budget holds a sequence each. For each budget:
    turn, then the jobs come back and take as many steps again; medians of blocks of steps, as the
    host waits for a step only when the next one is under way. The fraction is against the faster
    frozen one. Jobs that come back must not have anything captured or compiled.
-2. A fused step and a frozen batch under torch's profiler: the kernels' time against the time of a
-   step (what is missing is an idle device), the kernels that take longest, and LoRA's share.
+2. Some fused steps and frozen batches under torch's profiler: the kernels' time against the time of
+   a step (what is missing is an idle device), the kernels that take longest, LoRA's share, and
+   behind which kernels the device had nothing to do.
 3. Peak memory of fused steps, from the first on, over the plain frozen backbone's, which is taken
    as in gpu_memory.py. A step that replays a captured graph allocates nothing that torch counts.
 
@@ -24,7 +25,8 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from figures import Figures, compiles, figures, options
@@ -50,6 +52,9 @@ RANKS = (8, 16, 32, 64)
 FROZEN_BATCHES = 6
 BLOCK = 6
 """Steps of one measure."""
+
+PROFILED_STEPS = 3
+"""With one alone, the host would have had nothing on its way before it."""
 
 MOST_WARM_UP_STEPS = 24
 FIRST_STEPS = BEFORE_CAPTURE + 1
@@ -123,6 +128,27 @@ def adapters_by_rank(model: SuperModel, work: Workload) -> Adapters:
     return {job.name: by_rank[job.lora.r] for job in work.jobs}
 
 
+class Busy(NamedTuple):
+    """When the device worked on something, in microseconds."""
+
+    began: float
+    ended: float
+    what: str
+
+
+def gaps_of(busy: Iterable[Busy]) -> dict[str, tuple[float, int]]:
+    """Microseconds without work, and how often, by what ran before. Work may overlap."""
+    gaps: dict[str, tuple[float, int]] = {}
+    last: Busy | None = None
+    for each in sorted(busy):
+        if last is not None and each.began > last.ended:
+            idle, times = gaps.get(last.what, (0.0, 0))
+            gaps[last.what] = (idle + each.began - last.ended, times + 1)
+        if last is None or each.ended > last.ended:
+            last = each
+    return gaps
+
+
 def kernels_of(step: Callable[[], object], device: torch.device, *, batches: int = 1) -> dict:
     """Milliseconds of a batch by kernel; on a CPU by operator, which shows that the script runs."""
     on_cuda = device.type == "cuda"
@@ -139,6 +165,13 @@ def kernels_of(step: Callable[[], object], device: torch.device, *, batches: int
             times[event.key] = (before[0] + spent / 1e3, before[1] + event.count)
     ordered = sorted(times.items(), key=lambda each: -each[1][0])
     total = sum(milliseconds for _, (milliseconds, _) in ordered)
+    events = profiled.events() or [] if on_cuda else []
+    gaps = gaps_of(
+        Busy(each.time_range.start, each.time_range.end, each.name)
+        for each in events
+        if each.device_type == kind and not each.is_user_annotation
+    )
+    longest = sorted(gaps.items(), key=lambda each: -each[1][0])[:TOP]
     lora, products = (
         sum(ms for name, (ms, _) in ordered if of.fullmatch(name)) for of in (LORA, PRODUCT)
     )
@@ -150,6 +183,11 @@ def kernels_of(step: Callable[[], object], device: torch.device, *, batches: int
         "top": [
             [name[:100], round(milliseconds / batches, 3), round(count / batches, 1)]
             for name, (milliseconds, count) in ordered[:TOP]
+        ],
+        "gaps_ms": round(sum(idle for idle, _ in gaps.values()) / 1e3 / batches, 3),
+        "gaps": [
+            [name[:100], round(idle / 1e3 / batches, 3), round(times / batches, 1)]
+            for name, (idle, times) in longest
         ],
     }
 
@@ -218,7 +256,9 @@ class Bench:
         steps = self.attached(work, budget)
         peak = self.warm_up(steps)
         first = [timed(steps, device) for _ in range(rounds)]
-        kernels = kernels_of(steps, device)
+        kernels = kernels_of(
+            lambda: [steps() for _ in range(PROFILED_STEPS)], device, batches=PROFILED_STEPS
+        )
         steps.leave()
 
         few = frozen_workload(work, budget)
@@ -293,6 +333,9 @@ def report(values: dict, found: Figures) -> None:
         found.say(f"{name}: {kernels['ms']} ms in {kernels['launches']} launches")
         rows = [[spent, count, kernel] for kernel, spent, count in kernels["top"]]
         found.table(["ms", "launches", "kernel"], rows)
+        rows = [[idle, times, kernel] for kernel, idle, times in kernels["gaps"]]
+        found.say(f"without work for {kernels['gaps_ms']} ms, behind these:")
+        found.table(["ms", "times", "kernel"], rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -45,3 +45,16 @@ def test_every_kernel_of_the_adapters_is_one_or_the_other(run_script) -> None:
     assert len(kernels) == 7
     for kernel in kernels:
         assert bool(script.LORA.fullmatch(kernel)) != bool(script.PRODUCT.fullmatch(kernel))
+
+
+def test_time_without_work_is_counted_behind_what_ran_before(run_script) -> None:
+    """Kernels of two streams overlap; what began sooner may end later."""
+    script = importlib.import_module("gpu_step")
+    busy = [
+        script.Busy(*each)
+        for each in [(0, 10, "a"), (12, 20, "b"), (13, 15, "c"), (25, 30, "a"), (30, 31, "b")]
+    ]
+    assert script.gaps_of(reversed(busy)) == {"a": (2.0, 1), "b": (5.0, 1)}
+    assert script.gaps_of([]) == {}
+    within = [*busy[:2], script.Busy(12, 26, "d"), *busy[3:]]
+    assert script.gaps_of(within) == {"a": (2.0, 1)}
