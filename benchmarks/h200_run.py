@@ -101,6 +101,12 @@ MEASURES = [
         220,
         "benchmarks/gpu_exact.py --shape llama-1b --seconds {seconds} --json {file}",
     ),
+    Measure(
+        "linears-small",
+        LINEARS,
+        200,
+        f"{LAYER} 8 --tokens 4096 2048",
+    ),
     Measure("peft-1", BENCH, 160, f"{MIXED} 1 --budget 4096 --arms own,peft"),
     Measure(
         "peft-16",
