@@ -151,7 +151,7 @@ PRODUCT = Tuning(tokens=BLOCK, features=256, warps=8, stages=3, programs=1)
 """Of a frozen product with the update inside (triton_product.py)."""
 
 LAY = Tuning(tokens=32, features=128, warps=4, programs=4)
-"""Of what such a product of Y reads (triton_pages.py): S and B turned. Not timed."""
+"""Of what such a product of Y reads (triton_pages.py): S and B turned."""
 
 INSIDE_TOKENS = 8192
 """Of a nano-batch whose products take the update inside: smaller ones were not compared."""
@@ -161,8 +161,8 @@ def inside_ways(
     in_features: int, out_features: tuple[int, ...], device: Device, *, every: bool = False
 ) -> Ways:
     """Where the update costs less inside of a group's products than in a kernel that writes Y or
-    dX (README.md has the times), or `every` way that it may go. Products of Y read weights as they
-    lie, which was not timed. The product relies on what Hopper has."""
+    dX (README.md has the times), or `every` way that it may go. Of Y it costs as much with 32 jobs,
+    whose pages are more. The product relies on what Hopper has."""
     rows_are_aligned = all(features % 8 == 0 for features in (in_features, *out_features))
     if device.capability != 90 or not rows_are_aligned:
         return ()
