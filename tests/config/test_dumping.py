@@ -96,6 +96,7 @@ runs = st.builds(
         isolation=choice(Isolation),
         gradient_checkpointing=st.booleans(),
         compile=st.just("auto") | st.booleans(),
+        max_parallel=optional_counts,
     ),
     report_to=st.lists(choice(Tracker), unique=True, max_size=3).map(tuple),
 )

@@ -431,6 +431,10 @@ class EngineSpec:
     """Layers through torch.compile: faster steps after first ones that take a minute. auto: on a
     GPU."""
 
+    max_parallel: int | None = None
+    """At most so many jobs train at once on one device, the others wait their turn in the order of
+    the file; null: as many as have room."""
+
     def __post_init__(self) -> None:
         require(
             DEVICE.fullmatch(self.device) is not None,
@@ -448,6 +452,8 @@ class EngineSpec:
             "engine.nano_batch_tokens",
             "exact isolation needs nano-batches of one size; set a number, or auto",
         )
+        most = self.max_parallel
+        require(most is None or most >= 1, "engine.max_parallel", f"must be at least 1, got {most}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from tlora.model.adapters import AdapterWeights
 from tlora.model.super_model import SuperModel
 from tlora.runtime.checking import check_start, start_of
 from tlora.runtime.recording import Recorder
-from tlora.runtime.resuming import Resumption, resumption
+from tlora.runtime.resuming import Resumption, finished, resumption
 from tlora.training.checkpoint import Checkpoint
 from tlora.training.driver import JobDriver
 
@@ -18,13 +18,15 @@ def enter_jobs(
     starts: dict[str, AdapterWeights],
     recorder: Recorder,
 ) -> list[JobDriver]:
-    """Attach every job that is not over, anew or from its newest whole checkpoint."""
+    """Attach every job of `starts` that is not over, anew or from its newest whole checkpoint."""
     drivers = []
     for job in spec.jobs:
-        found = resumption(recorder.directory, job)
-        if found.result is not None:
-            recorder.keep(found.result)
+        over = finished(recorder.directory, job)
+        if over is not None:
+            recorder.keep(over)
+        if over is not None or job.name not in starts:
             continue
+        found = resumption(recorder.directory, job)
         driver = JobDriver(job, data[job.name].train, data[job.name].evaluation)
         try:
             enter_job(driver, found, starts[job.name], recorder)

@@ -21,16 +21,20 @@ from rich.table import Table
 from rich.text import Text
 
 from tlora.runtime.directory import JobResult
-from tlora.runtime.figures import loss_figure, together
+from tlora.runtime.figures import loss_figure
 from tlora.runtime.live_table import STYLES, JobRow, Line, RankRow, Totals, draw
 from tlora.runtime.pace import Pace, Trend
 from tlora.runtime.progress import (
+    MANY_JOBS,
     Progress,
     ProgressLines,
     RankUsage,
     closing_lines,
+    company,
     end_line,
+    is_expected,
     join_line,
+    with_driver,
     worth_a_line,
 )
 from tlora.training.compose import Kind
@@ -116,7 +120,7 @@ class LiveProgress:
         self._tokens = {driver.name: 0 for driver in drivers}
         self._started = time.perf_counter()
         self._pace = Pace(self._started, self._counts())
-        self.say(f"training {together(len(drivers))}, nano-batches of {budget_tokens} tokens")
+        self.say(f"training {company(drivers)}, nano-batches of {budget_tokens} tokens")
         self._live = Live(
             console=self.console, get_renderable=self._draw, auto_refresh=False, transient=True
         )
@@ -133,9 +137,11 @@ class LiveProgress:
         )
         self._told.discard(name)
         self._pace.know({("tokens", name): tokens, ("step", name): driver.step})
+        waited = is_expected(driver, self._drivers)
         # Last: whoever draws goes by this list.
-        self._drivers = [*(each for each in self._drivers if each.name != name), driver]
-        self.say(join_line(driver))
+        self._drivers = with_driver(self._drivers, driver)
+        if not waited or len(self._drivers) < MANY_JOBS:
+            self.say(join_line(driver))
 
     def on_nano_batch(self, outcome: Outcome) -> None:
         self._rows += outcome.rows
@@ -232,6 +238,8 @@ class LiveProgress:
         )
 
     def _activity(self, driver: JobDriver) -> str:
+        if driver.status is Status.WAITING:
+            return "waiting"
         if driver.name in self._evaluating:
             return "evaluating"
         return "training" if self._tokens[driver.name] else "waiting"
@@ -262,7 +270,8 @@ class LiveProgress:
             else:
                 steps = f"{driver.step}/{driver.total_steps}"
                 losses = (loss_figure(driver.loss), loss_figure(driver.eval_loss))
-                table.add_row(driver.name, Text("interrupted", "yellow"), steps, *losses, "")
+                word = "waits" if driver.status is Status.WAITING else "interrupted"
+                table.add_row(driver.name, Text(word, "yellow"), steps, *losses, "")
         for result in over.values():
             table.add_row(*final_cells(result))
         return table
@@ -284,7 +293,7 @@ def rank_row(past: Sequence[RankUsage]) -> RankRow:
 def tokens_left(drivers: list[JobDriver]) -> float | None:
     """What is still to be trained, from what a step of each job took so far; jobs without a step
     yet are taken for average ones."""
-    running = [driver for driver in drivers if driver.status is Status.RUNNING]
+    running = [driver for driver in drivers if driver.status in (Status.RUNNING, Status.WAITING)]
     each = {driver.name: driver.tokens_seen / driver.step for driver in running if driver.step}
     if not each:
         return None

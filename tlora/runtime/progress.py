@@ -44,10 +44,13 @@ class Progress(Protocol):
 
     def say(self, *lines: str) -> None: ...
 
-    def start(self, drivers: list[JobDriver], budget_tokens: int) -> None: ...
+    def start(self, drivers: list[JobDriver], budget_tokens: int) -> None:
+        """Those that train, and those that wait for a place."""
+        ...
 
     def join(self, driver: JobDriver) -> None:
-        """A job comes while others train, for the first time or again."""
+        """A job comes while others train, for the first time or again, or waits for a place from
+        now on."""
         ...
 
     def on_nano_batch(self, outcome: Outcome) -> None: ...
@@ -99,13 +102,15 @@ class ProgressLines:
         self._started = self._said = time.perf_counter()
         steps = sum(driver.total_steps for driver in drivers)
         self.say(
-            f"training {together(len(drivers))}: {number_of(steps, 'step')}, nano-batches of "
+            f"training {company(drivers)}: {number_of(steps, 'step')}, nano-batches of "
             f"{budget_tokens} tokens"
         )
 
     def join(self, driver: JobDriver) -> None:
-        self._drivers = [*(each for each in self._drivers if each.name != driver.name), driver]
-        self.say(join_line(driver))
+        waited = is_expected(driver, self._drivers)
+        self._drivers = with_driver(self._drivers, driver)
+        if not waited or len(self._drivers) < MANY_JOBS:
+            self.say(join_line(driver))
 
     def on_nano_batch(self, outcome: Outcome) -> None:
         self._tokens += sum(outcome.tokens.values())
@@ -153,9 +158,11 @@ class ProgressLines:
             f"{driver.name} {driver.step}/{driver.total_steps}"
             + (f" loss {driver.loss:.3f}" if driver.loss is not None else "")
             for driver in self._drivers
-            if driver.step < driver.total_steps
+            if driver.step < driver.total_steps and driver.status is not Status.WAITING
         ]
         more = f" (+{len(parts) - 6} more)" if len(parts) > 6 else ""
+        if waiting := sum(driver.status is Status.WAITING for driver in self._drivers):
+            more += f" | {waiting} waiting"
         return f"{head}{' | '.join(parts[:6])}{more}"
 
     def _counts(self) -> str:
@@ -198,7 +205,29 @@ def worth_a_line(result: JobResult, jobs: int) -> bool:
     return jobs < MANY_JOBS or result.status in (Status.FAILED.value, Status.PAUSED.value)
 
 
+def company(drivers: Sequence[JobDriver]) -> str:
+    """How many train, and how many wait."""
+    waiting = sum(driver.status is Status.WAITING for driver in drivers)
+    more = f", {waiting} more in turn" if waiting else ""
+    return together(len(drivers) - waiting) + more
+
+
+def with_driver(drivers: Sequence[JobDriver], driver: JobDriver) -> list[JobDriver]:
+    """Where it has waited among these, or the last."""
+    if is_expected(driver, drivers):
+        return [driver if each.name == driver.name else each for each in drivers]
+    return [*(each for each in drivers if each.name != driver.name), driver]
+
+
+def is_expected(driver: JobDriver, drivers: Sequence[JobDriver]) -> bool:
+    """It has waited for its place among these."""
+    return any(each.name == driver.name and each.status is Status.WAITING for each in drivers)
+
+
 def join_line(driver: JobDriver) -> str:
+    if driver.status is Status.WAITING:
+        why = f": {driver.reason}" if driver.reason else ""
+        return f"{driver.name}: waits for a place{why}"
     after = f" after step {driver.step}" if driver.step else ""
     left = number_of(driver.total_steps - driver.step, "step")
     return f"{driver.name}: joins{after}, {left} to go"

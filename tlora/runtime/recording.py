@@ -5,7 +5,7 @@ files are on disk.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 
@@ -69,10 +69,12 @@ class Recorder:
         drivers: list[JobDriver],
         tuned: ControllerSettings | None = None,
         *,
+        waiting: Sequence[JobDriver] = (),
         since: float | None = None,
     ) -> None:
-        """`tuned` says how the size of nano-batches is, if it is; `since` when nobody trains, if
-        others wait for these jobs (`time.perf_counter`)."""
+        """`tuned` says how the size of nano-batches is, if it is; `waiting` are jobs that have no
+        place yet; `since` when nobody trains, if others wait for `drivers`
+        (`time.perf_counter`)."""
         self._started = time.perf_counter()
         self._say_each_or_all(self._kept, f"{len(self._kept)} jobs were over before")
         self._say_each_or_all(self._resumed, f"{len(self._resumed)} jobs go on where they stopped")
@@ -83,7 +85,18 @@ class Recorder:
             self.progress.say(
                 f"the size of nano-batches is found by measuring, up to {tuned.limit} tokens"
             )
-        self.progress.start(drivers, self.engine.budget_tokens)
+        for driver in waiting:
+            self._waits(driver)
+        self.progress.start([*drivers, *waiting], self.engine.budget_tokens)
+
+    def wait(self, driver: JobDriver, why: str | None = None) -> None:
+        """A job that has no place yet; `why`, where it was on its way to one."""
+        self._waits(driver, why)
+        self.progress.join(driver)
+
+    def _waits(self, driver: JobDriver, why: str | None = None) -> None:
+        driver.status, driver.reason = Status.WAITING, why
+        self.directory.event("waits", job=driver.name, why=why)
 
     def join(self, driver: JobDriver, *, since: float) -> None:
         """As `start`, of a job that comes while others train."""

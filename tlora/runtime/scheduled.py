@@ -32,6 +32,7 @@ from tlora.runtime.data_lines import start_lines
 from tlora.runtime.devices import device_names
 from tlora.runtime.directory import JobResult, RunDirectory
 from tlora.runtime.elastic.desk import CANCELLED, Desk
+from tlora.runtime.elastic.places import check_unlimited
 from tlora.runtime.elastic.roll import Again
 from tlora.runtime.environment import quieten_libraries
 from tlora.runtime.executors.devices import DeviceExecutor
@@ -102,6 +103,7 @@ def train_on_devices(
     quieten_libraries()
     check_trackers(spec.report_to)
     check_policy(policy)
+    check_unlimited(spec.engine, "over several, the scheduler says who trains together")
     progress = progress or choose_progress()
     names = device_names(resolve_device(spec.engine.device), devices)
     if again is None:
@@ -254,6 +256,10 @@ class _OverDevices:
         self._leaving.discard(job.name)
         request = request_of(job, data, self._targets, base=lead.spec.base.model)
         self._executor.add(replace(request, arrival_s=lead.clock.now()))
+
+    def waits(self, job: str) -> bool:
+        """Where and when it trains is for the scheduler to say."""
+        return False
 
     def look_after(self) -> None:
         """Whoever was to leave and lost its device leaves from wherever it is by now."""

@@ -2,16 +2,17 @@
 
 import platform
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
+from transformers import PreTrainedModel
 
 import tlora
-from tlora.core.job import EngineSpec, RunSpec
+from tlora.core.job import EngineSpec, JobSpec, RunSpec
 from tlora.data.prepare import PreparedData
 from tlora.model.loading import context_length, load_base, load_shape, resolve_device
 from tlora.model.super_model import SuperModel
@@ -22,6 +23,7 @@ from tlora.runtime.data_lines import start_lines
 from tlora.runtime.directory import JobResult, RunDirectory
 from tlora.runtime.elastic.desk import Desk
 from tlora.runtime.elastic.one_device import OneDevice
+from tlora.runtime.elastic.places import Places
 from tlora.runtime.elastic.roll import Again
 from tlora.runtime.entering import adapter_start, enter_jobs
 from tlora.runtime.environment import quieten_libraries
@@ -29,17 +31,23 @@ from tlora.runtime.giving_way import giving_way
 from tlora.runtime.interrupts import interruptible
 from tlora.runtime.live import choose_progress
 from tlora.runtime.opening import Opening, open_run
-from tlora.runtime.progress import Progress
+from tlora.runtime.progress import MANY_JOBS, Progress
 from tlora.runtime.recording import Recorder
 from tlora.runtime.report import write_report
-from tlora.runtime.resuming import check_same_bits
+from tlora.runtime.resuming import check_same_bits, finished, saved_steps
+from tlora.runtime.room import adapter_bytes, room_bytes
 from tlora.runtime.sinks import Sinks, check_trackers
 from tlora.runtime.threads import using_threads
 from tlora.training.controller import Controller
+from tlora.training.driver import JobDriver
 from tlora.training.engine import Engine
 from tlora.training.exactness import Exactness, prove_exact
 
 ON_ONE_DEVICE = Again()
+
+FAIR_TOKENS = 4096
+"""Of a nano-batch that jobs must leave room for: past the knee of an 8B model on an H200
+(docs/h200.md). More jobs than fit beside larger ones gain more than those would."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +89,22 @@ def train(
 def _train(opening: Opening, device: torch.device, progress: Progress) -> RunResult:
     spec, directory = opening.spec, opening.directory
     shape = load_shape(spec.base)
-    check_targets(spec, find_targets(shape))
+    targets = find_targets(shape)
+    check_targets(spec, targets)
     preparer = new_preparer(spec.base)
     data = prepare_jobs(spec, limit=context_length(shape.config), preparer=preparer)
     budget = nano_batch_tokens(spec, device, data, shape.num_parameters())
     progress.say(*start_lines(spec.jobs, data, directory.root / "data.txt"))
     progress.say(*compiling_lines(spec.engine, device))
-    model = load_super_model(spec, device)
+    places = Places(
+        lambda job: adapter_bytes(job, targets),
+        room_bytes=room_beside(spec, shape, device, data, budget),
+        most=spec.engine.max_parallel,
+    )
+    for job in in_turn(opening):
+        places.wait(job, data[job.name])
+    here = [each.job for each in places.call([])]
+    model = load_super_model(spec, device, reserve_rows=sum(job.lora.r for job in here))
     proof = None
     if spec.engine.isolation == "exact":
         with giving_way(device):
@@ -95,7 +112,11 @@ def _train(opening: Opening, device: torch.device, progress: Progress) -> RunRes
         if opening.goes_on:
             check_same_bits(directory.root, describe_run(spec, device, proof))
         progress.say(proof.line)
-    starts = {job.name: adapter_start(job, model) for job in spec.jobs}
+    starts = {job.name: adapter_start(job, model) for job in here}
+    for each in places.waiting:
+        if each.job.init_from is not None:
+            # What is wrong with it is told now.
+            adapter_start(each.job, model)
 
     tuned = tuning(spec, device, budget=budget, fits=room_for_tokens(spec, model))
     engine = Engine(
@@ -112,11 +133,12 @@ def _train(opening: Opening, device: torch.device, progress: Progress) -> RunRes
         opening.create()
         opening.write(data, describe_run(spec, device, proof))
         drivers = enter_jobs(spec, data, starts, recorder)
-        recorder.start(drivers, tuned)
-        floor = OneDevice(recorder, drivers)
-        desk = opening.desk(
-            floor.drivers, shape, device, progress, preparer=preparer, in_turns=True
-        )
+        waiting = [
+            JobDriver(each.job, each.data.train, each.data.evaluation) for each in places.waiting
+        ]
+        recorder.start(drivers, tuned, waiting=waiting)
+        floor = OneDevice(recorder, drivers, places)
+        desk = opening.desk(floor.names, shape, device, progress, preparer=preparer, in_turns=True)
         recorder.on_result = desk.ended
         with giving_way(device), interruptible(on_first=progress.on_interrupt) as interrupt:
             try:
@@ -144,6 +166,11 @@ def _left_lines(floor: OneDevice, desk: Desk) -> list[str]:
         f"{name}: {'is cancelled' if name in cancelled else 'comes in'} when the run goes on"
         for name in floor.arrivals.names
     ]
+    names = floor.places.names
+    if len(names) < MANY_JOBS:
+        lines += [f"{name}: has its turn when the run goes on" for name in names]
+    else:
+        lines.append(f"{len(names)} jobs have their turns when the run goes on")
     if desk.is_preparing:
         lines.append("what was asked last is done when the run goes on")
     return lines
@@ -155,6 +182,33 @@ def leave_report(root: Path, progress: Progress) -> None:
         write_report(root)
     except OSError as error:
         progress.say(f"the report could not be written: {error}")
+
+
+def in_turn(opening: Opening) -> list[JobSpec]:
+    """The jobs that are not over, as they are to have a place: those that had begun first, then in
+    the order of the file."""
+    if not opening.goes_on:
+        return list(opening.spec.jobs)
+    directory = opening.directory
+    left = [job for job in opening.spec.jobs if finished(directory, job) is None]
+    return sorted(left, key=lambda job: not saved_steps(directory, job.name))
+
+
+def room_beside(
+    spec: RunSpec,
+    shape: PreTrainedModel,
+    device: torch.device,
+    data: Mapping[str, PreparedData],
+    budget: int,
+) -> float | None:
+    """For adapters, in bytes, where nano-batches of a fair size and every row have room too."""
+    given = spec.engine.nano_batch_tokens
+    tokens = given if isinstance(given, int) else min(budget, FAIR_TOKENS)
+    for prepared in data.values():
+        views = [view for view in (prepared.train, prepared.evaluation) if view is not None]
+        tokens = max(tokens, *(int(view.lengths.max()) for view in views))
+    recompute = spec.engine.gradient_checkpointing
+    return room_bytes(shape, device, budget_tokens=tokens, recompute=recompute)
 
 
 def load_super_model(

@@ -26,6 +26,9 @@ from tlora.training.preference import Dpo
 
 
 class Status(Enum):
+    WAITING = "waiting"
+    """For a place: it has never been attached in this process."""
+
     RUNNING = "running"
     COMPLETED = "completed"
     STOPPED_EARLY = "stopped_early"

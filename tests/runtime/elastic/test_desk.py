@@ -29,6 +29,9 @@ class Floor:
     def admit(self, job, data) -> None:
         self.done.append(("admit", job.name))
 
+    def waits(self, job) -> bool:
+        return False
+
     def dismiss(self, job) -> None:
         self.done.append(("dismiss", job))
 

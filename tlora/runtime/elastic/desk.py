@@ -42,6 +42,10 @@ class Floor(Protocol):
         """Take it in between nano-batches, from its newest checkpoint or anew."""
         ...
 
+    def waits(self, job: str) -> bool:
+        """It was admitted, and has to wait until others leave."""
+        ...
+
     def dismiss(self, job: str) -> None:
         """Let it go between nano-batches, its adapter kept; its end is told as that of any, as
         cancelled if it did not come to another one before."""
@@ -233,7 +237,12 @@ class Desk:
             names = [job.name for job in asked.jobs if job.name in self.running]
             if not names:
                 return "nothing to do: all of these jobs are over"
-            return f"at work: {', '.join(names)}"
+            waiting = [name for name in names if floor.waits(name)]
+            told = {
+                "at work": [name for name in names if name not in waiting],
+                "waiting for a place": waiting,
+            }
+            return "; ".join(f"{how}: {', '.join(who)}" for how, who in told.items() if who)
 
         return self._with_data(jobs, request, admit) if jobs else at_work()
 

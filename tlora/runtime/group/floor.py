@@ -55,6 +55,9 @@ class GroupFloor:
         self._lead.join(job, data)
         self._commands.append(Admit(job.name))
 
+    def waits(self, job: str) -> bool:
+        return False
+
     def dismiss(self, job: str) -> None:
         self._commands.append(GiveUp(job, CANCELLED, "cancelled"))
 

@@ -18,6 +18,7 @@ from tlora.runtime.budget import nano_batch_tokens
 from tlora.runtime.checking import check_targets, prepare_jobs
 from tlora.runtime.data_lines import start_lines
 from tlora.runtime.directory import JobResult, RunDirectory
+from tlora.runtime.elastic.places import check_unlimited
 from tlora.runtime.elastic.roll import Again, read_about, with_submitted
 from tlora.runtime.environment import quieten_libraries
 from tlora.runtime.executors.messages import Command, Message, Noted, Said
@@ -51,6 +52,7 @@ class Whole:
         which has tried them."""
         quieten_libraries()
         check_trackers(spec.report_to)
+        check_unlimited(spec.engine, "a group of ranks trains all of its jobs")
         for note in check_plan(plan, spec):
             progress.say(note)
         self._spec = spec

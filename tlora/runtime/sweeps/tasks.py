@@ -30,6 +30,7 @@ from tlora.runtime.budget import nano_batch_tokens
 from tlora.runtime.data_lines import full_lines, start_lines
 from tlora.runtime.devices import device_names
 from tlora.runtime.directory import RunDirectory, replace_text
+from tlora.runtime.elastic.places import check_unlimited
 from tlora.runtime.environment import quieten_libraries
 from tlora.runtime.executors.devices import DeviceExecutor, Devices
 from tlora.runtime.executors.messages import Message, Noted, Ready, Said
@@ -39,6 +40,7 @@ from tlora.runtime.executors.worker import WorkerSettings
 from tlora.runtime.interrupts import interruptible
 from tlora.runtime.planning import ChosenProfile, choose_profile, new_costs
 from tlora.runtime.requests import request_of
+from tlora.runtime.room import room_bytes
 from tlora.runtime.scheduled import proven, saved_steps
 from tlora.runtime.sinks import check_trackers
 from tlora.runtime.sweeps.conductor import Conductor, Dealer, TaskRun, by_plan
@@ -47,7 +49,7 @@ from tlora.runtime.sweeps.opening import SweepOpening, opened
 from tlora.runtime.sweeps.prices import together_rate, tokens_with_evaluations
 from tlora.runtime.sweeps.replaying import as_tree, replay
 from tlora.runtime.sweeps.report import write_sweep_report
-from tlora.runtime.sweeps.room import room_bytes, worker_rows
+from tlora.runtime.sweeps.room import worker_rows
 from tlora.runtime.sweeps.tasks_view import TasksView, closing_task_lines, plan_lines
 from tlora.runtime.sweeps.trials import MadeTrial, TrialMaker, representatives
 from tlora.runtime.sweeps.tune import SweepDirectory, begin, kept_winner, make_trials, study_of
@@ -88,6 +90,7 @@ def tune_on_devices(
     end_if_imported()
     quieten_libraries()
     check_trackers(specs[0].report_to)
+    check_unlimited(specs[0].engine, "a sweep has search.max_parallel")
     check_sampler(specs[0].search.sampler)
     check_devices(specs, devices)
     names = device_names(resolve_device(specs[0].engine.device), devices)

@@ -9,13 +9,12 @@ from transformers.modeling_utils import PreTrainedModel
 from tlora.core.errors import DataError, SpecError, SpecErrors, TloraError
 from tlora.core.job import JobSpec
 from tlora.core.sweep import Params, SweepSpec, trial_of
-from tlora.costs.memory import BYTES_PER_ADAPTER_PARAMETER
 from tlora.data.cursor import steps_per_epoch, total_steps
 from tlora.data.prepare import PreparedData
 from tlora.model.loading import context_length
-from tlora.model.targets import choose_targets, find_targets
+from tlora.model.targets import find_targets
 from tlora.runtime.checking import check_targets, prepare_jobs
-from tlora.runtime.requests import widths
+from tlora.runtime.room import adapter_bytes
 from tlora.tuning.events import TrialPlan
 from tlora.tuning.samplers import is_known_before, planned
 from tlora.tuning.space import every_value, sample
@@ -63,14 +62,13 @@ class TrialMaker:
     def _made(
         self, job: JobSpec, data: PreparedData, params: Params, parent: str | None
     ) -> MadeTrial:
-        parameters = job.lora.r * widths(choose_targets(job, self._targets))
         plan = TrialPlan(
             name=job.name,
             params=params,
             total_steps=steps_of(job, data),
             total_tokens=tokens_of(job, data),
             batch_size=job.train.batch_size,
-            adapter_bytes=float(BYTES_PER_ADAPTER_PARAMETER * parameters),
+            adapter_bytes=adapter_bytes(job, self._targets),
             parent=parent,
         )
         return MadeTrial(job, data, plan)

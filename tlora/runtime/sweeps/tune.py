@@ -18,17 +18,19 @@ from tlora.runtime.budget import nano_batch_tokens, room_for_tokens, tuning
 from tlora.runtime.comparing import compare
 from tlora.runtime.data_lines import full_lines, start_lines
 from tlora.runtime.directory import RunDirectory, replace_text
+from tlora.runtime.elastic.places import check_unlimited
 from tlora.runtime.environment import quieten_libraries
 from tlora.runtime.giving_way import giving_way
 from tlora.runtime.interrupts import interruptible
 from tlora.runtime.recording import Recorder
 from tlora.runtime.resuming import check_same_bits
+from tlora.runtime.room import room_bytes
 from tlora.runtime.sinks import Sinks, check_trackers
 from tlora.runtime.sweeps.course import Course
 from tlora.runtime.sweeps.opening import SweepOpening, opened
 from tlora.runtime.sweeps.replaying import as_tree, replay
 from tlora.runtime.sweeps.report import write_sweep_report
-from tlora.runtime.sweeps.room import at_once, room_bytes
+from tlora.runtime.sweeps.room import at_once
 from tlora.runtime.sweeps.running import SweepRunner
 from tlora.runtime.sweeps.trials import (
     MadeTrial,
@@ -76,6 +78,7 @@ def tune(
     that the report can tell what fusing saved."""
     quieten_libraries()
     check_trackers(spec.report_to)
+    check_unlimited(spec.engine, "a sweep has search.max_parallel")
     check_sampler(spec.search.sampler)
     view = view or choose_view()
     with using_threads(None), opened(Path(output), (spec,), fresh=fresh) as opening:

@@ -1,0 +1,344 @@
+"""Jobs that have no place yet wait for one: who comes when, and that they train as alone."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.arriving import let_others_arrive
+from support.asking import Asking, answers, submission
+from support.kills import same_end
+from support.runs import job_file
+from support.tiny import spec as tiny_spec
+
+import tlora
+from tlora.core.errors import SpecError
+from tlora.core.job import RunSpec
+from tlora.runtime import training
+from tlora.runtime.elastic.one_device import OneDevice
+from tlora.runtime.elastic.places import Places
+from tlora.runtime.elastic.standing import standings
+from tlora.runtime.progress import ProgressLines
+from tlora.runtime.scheduled import train_on_devices
+from tlora.training.engine import Engine
+
+NAMES = ("first", "second", "third", "fourth")
+STEPS = {"first": 9, "second": 4, "third": 6, "fourth": 3}
+NO_DATA: Any = None
+
+
+def places(*ranks: int, room: float | None = None, most: int | None = None) -> Places:
+    """Jobs named by their number that wait, of the size of their ranks."""
+    found = Places(lambda job: float(job.lora.r), room_bytes=room, most=most)
+    for number, rank in enumerate(ranks):
+        found.wait(tiny_spec(f"j{number}", lora={"r": rank}), NO_DATA)
+    return found
+
+
+def names(called: list) -> list[str]:
+    return [each.job.name for each in called]
+
+
+def test_as_many_come_as_have_room_in_their_order() -> None:
+    """A small one does not pass a large one, which would wait for ever behind others like it."""
+    books = places(4, 2, 8, 1, room=10.0)
+    assert names(books.call([])) == ["j0", "j1"] and books.names == ["j2", "j3"]
+    assert not books.is_next(["j0", "j1"]) and books.call(["j0", "j1"]) == []
+    assert not books.is_next(["j0"]), "4 and 8 are more than 10"
+    assert names(books.call(["j1"])) == ["j2"]
+    assert names(books.call(["j2"])) == ["j3"] and not books
+
+
+def test_a_number_bounds_them_too() -> None:
+    books = places(1, 1, 1, most=2)
+    assert names(books.call([])) == ["j0", "j1"]
+    assert books.call(["j0", "j1"]) == []
+    assert names(books.call(["j1"])) == ["j2"]
+
+
+def test_nobody_waits_for_an_empty_device() -> None:
+    """That a job does not fit at all is found out there."""
+    books = places(50, 1, room=10.0)
+    assert names(books.call([])) == ["j0"] and books.names == ["j1"]
+    assert not books.is_next(["j0"]) and books.is_next([])
+
+
+def test_one_that_did_not_fit_waits_until_somebody_leaves() -> None:
+    books = places(4, 4, 2)
+    second = books.call([])[1]
+    books.is_full(["j0", "j2"])
+    books.wait(second.job, NO_DATA, first=True)
+    assert not books.is_next(["j0", "j2"]), "4 and 2 is what fitted"
+    assert not books.is_next(["j0"]), "another 4 is more"
+    assert names(books.call(["j2"])) == ["j1"]
+
+
+@given(
+    ranks=st.lists(st.integers(1, 64), min_size=1, max_size=12),
+    room=st.none() | st.integers(1, 100),
+    most=st.none() | st.integers(1, 5),
+    leaving=st.randoms(use_true_random=False),
+)
+def test_everybody_comes_once_in_order_and_bounds_hold(ranks, room, most, leaving) -> None:
+    books = places(*ranks, room=room, most=most)
+    there, came = list[str](), list[str]()
+    while books or there:
+        called = names(books.call(there))
+        there, came = there + called, came + called
+        used = sum(ranks[int(name[1:])] for name in there)
+        assert len(there) == 1 or room is None or used <= room
+        assert most is None or len(there) <= most
+        assert there, "somebody always trains"
+        there.remove(leaving.choice(there))
+    assert came == [f"j{number}" for number in range(len(ranks))]
+
+
+@pytest.fixture(scope="module")
+def spec(base: Path, rows: Path) -> RunSpec:
+    """Four jobs that differ, to the bit the same in any company."""
+    data = {"path": str(rows)}
+    jobs = [
+        {"name": "first", "data": data, "lora": {"lora_dropout": 0.2}},
+        {"name": "second", "data": data, "lora": {"r": 8}, "train": {"batch_size": 5}},
+        {"name": "third", "data": data, "train": {"seed": 3}, "eval": {"split": 4, "steps": 2}},
+        {"name": "fourth", "data": data, "lora": {"r": 8}, "train": {"seed": 4}},
+    ]
+    engine = {"device": "cpu", "isolation": "exact", "nano_batch_tokens": 128}
+    steps = [f"jobs.{name}.train.max_steps={steps}" for name, steps in STEPS.items()]
+    return tlora.load_spec(job_file(base, *jobs, engine=engine), [*steps, "save.steps=2"])
+
+
+def limited(spec: RunSpec, most: int | None) -> RunSpec:
+    return replace(spec, engine=replace(spec.engine, max_parallel=most))
+
+
+def only(spec: RunSpec, *names: str) -> RunSpec:
+    return replace(spec, jobs=tuple(job for job in spec.jobs if job.name in names))
+
+
+@pytest.fixture(scope="module")
+def together(spec: RunSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All of them at once."""
+    output = tmp_path_factory.mktemp("together") / "run"
+    assert not tlora.train(spec, output=output).failed
+    return output
+
+
+def events(root: Path, *kinds: str) -> list[tuple[str, str]]:
+    lines = map(json.loads, (root / "events.jsonl").read_text().splitlines())
+    return [(each["kind"], each["job"]) for each in lines if each["kind"] in kinds]
+
+
+def at_once(root: Path) -> int:
+    """The most jobs in a nano-batch: all that are there have rows that wait."""
+    lines = map(json.loads, (root / "events.jsonl").read_text().splitlines())
+    return max(len(each["tokens"]) for each in lines if each["kind"] == "nano_batch")
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_jobs_take_turns_and_train_as_all_at_once(
+    spec: RunSpec, together: Path, tmp_path: Path, most: int
+) -> None:
+    output, view = tmp_path / "run", ProgressLines(out=(said := io.StringIO()))
+    result = tlora.train(limited(spec, most), output=output, progress=view)
+    assert {job.status for job in result.jobs.values()} == {"completed"}
+    assert not result.interrupted and set(result.jobs) == set(NAMES)
+    for job in NAMES:
+        assert same_end(output, together, job)
+    began = [job for kind, job in events(output, "attached", "joined")]
+    assert began == list(NAMES) and at_once(output) == most
+    waited = [job for _, job in events(output, "waits")]
+    assert waited == list(NAMES[most:])
+    assert f"{4 - most} more in turn" in said.getvalue()
+    assert "fourth: joins, 3 steps to go" in said.getvalue()
+    assert (output / "report.html").exists()
+
+
+class Unhurried(Asking):
+    """Whoever is on its way comes as far as it can while `first` trains."""
+
+    def on_step(self, driver, done) -> None:
+        super().on_step(driver, done)
+        if done.job == "first" and done.step >= 4:
+            let_others_arrive()
+
+
+def test_who_has_begun_goes_on_first(spec: RunSpec, together: Path, tmp_path: Path) -> None:
+    """A run that was killed while the second and third were at work: they have places again, though
+    the fourth stands before them in the file by now."""
+    output = tmp_path / "run"
+
+    class Killed(BaseException):
+        """As SIGKILL: nothing is saved on the way out."""
+
+    class View(Unhurried):
+        def on_step(self, driver, done) -> None:
+            super().on_step(driver, done)
+            if (done.job, done.step) == ("third", 3):
+                raise Killed
+
+    with pytest.raises(Killed):
+        tlora.train(limited(spec, 2), output=output, progress=View(output, {}))
+    assert (output / "third" / "metrics.jsonl").exists() and not (output / "fourth").exists()
+    fourth, others = only(spec, "fourth"), only(spec, "first", "second", "third")
+    turned = replace(spec, jobs=(*fourth.jobs, *others.jobs))
+    result = tlora.train(limited(turned, 1), output=output)
+    assert {job.status for job in result.jobs.values()} == {"completed"}
+    for job in NAMES:
+        assert same_end(output, together, job)
+    last = [job for kind, job in events(output, "attached", "joined")][-1]
+    assert last == "fourth"
+    assert set(tlora.train(limited(turned, 1), output=output).jobs) == set(NAMES)
+
+
+def test_a_stop_leaves_who_waits_for_the_next_command(
+    spec: RunSpec, together: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, said = tmp_path / "run", io.StringIO()
+    run = OneDevice.run
+
+    def stopped(self, desk, should_stop):
+        steps = iter(range(3))
+        return run(self, desk, lambda: next(steps, None) is None)
+
+    monkeypatch.setattr(OneDevice, "run", stopped)
+    result = tlora.train(limited(spec, 1), output=output, progress=ProgressLines(out=said))
+    assert result.interrupted and not result.jobs
+    assert "fourth: has its turn when the run goes on" in said.getvalue()
+    standing = {each.job: each.status for each in standings(output, at_work=False)}
+    assert standing == dict.fromkeys(NAMES, "stopped")
+    monkeypatch.setattr(OneDevice, "run", run)
+    assert not tlora.train(limited(spec, 1), output=output).interrupted
+    for job in NAMES:
+        assert same_end(output, together, job)
+
+
+def test_one_that_waits_may_be_cancelled_and_one_that_comes_may_wait(
+    spec: RunSpec, together: Path, tmp_path: Path
+) -> None:
+    """`third` waits and is let go, never having begun; `fourth` is submitted and has its turn."""
+    output = tmp_path / "run"
+    asked = {
+        ("first", 2): [("submit", "", submission(only(spec, "fourth"))), ("cancel", "third", {})]
+    }
+    here = limited(only(spec, "first", "second", "third"), 1)
+    result = tlora.train(here, output=output, progress=Asking(output, asked))
+    assert result.jobs["third"].status == "cancelled" and result.jobs["third"].steps == 0
+    assert answers(output) == [
+        "waiting for a place: fourth",
+        "cancelled after 0 steps; it has not begun",
+    ]
+    for job in ("first", "second", "fourth"):
+        assert same_end(output, together, job)
+    assert [job for _, job in events(output, "waits")] == ["second", "third", "fourth"]
+
+
+def test_a_job_without_memory_beside_others_waits(
+    spec: RunSpec, together: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is submitted, does not fit with those who are there, and comes when one has left."""
+    attach, there = Engine.attach, list[int]()
+
+    def full(self, name, *rest, **settings) -> None:
+        if name == "fourth":
+            there.append(len(self.jobs))
+            if len(there) == 1:
+                raise torch.OutOfMemoryError("the device is full")
+        attach(self, name, *rest, **settings)
+
+    monkeypatch.setattr(Engine, "attach", full)
+    output = tmp_path / "run"
+    asked = {("first", 2): [("submit", "", submission(only(spec, "fourth")))]}
+    view = Unhurried(output, asked)
+    result = tlora.train(only(spec, "first", "second"), output=output, progress=view)
+    assert answers(output) == ["at work: fourth"] and not result.failed
+    for job in ("first", "second", "fourth"):
+        assert same_end(output, together, job)
+    before, after = there
+    assert before >= 1 and after < before
+    said = view.out.getvalue()  # type: ignore[attr-defined]
+    assert "fourth: waits for a place: no memory beside the others" in said
+
+
+def test_a_job_that_fits_nowhere_fails_alone(
+    spec: RunSpec, together: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is there whose end it could wait for."""
+    attach = Engine.attach
+
+    def full(self, name, *rest, **settings) -> None:
+        if name == "second":
+            raise torch.OutOfMemoryError("the device is full")
+        attach(self, name, *rest, **settings)
+
+    monkeypatch.setattr(Engine, "attach", full)
+    output = tmp_path / "run"
+    result = tlora.train(limited(only(spec, "first", "second", "third"), 1), output=output)
+    assert result.failed == ["second"]
+    assert result.jobs["second"].reason == "out of memory: the device is full"
+    for job in ("first", "third"):
+        assert same_end(output, together, job)
+
+
+def test_memory_decides_how_many_train_at_once(
+    spec: RunSpec, together: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a device says how much there is, and nobody a number: the pool is made for those who
+    come first."""
+    reserved = list[int]()
+    load = training.load_super_model
+
+    def loaded(spec, device, *, reserve_rows):
+        reserved.append(reserve_rows)
+        return load(spec, device, reserve_rows=reserve_rows)
+
+    monkeypatch.setattr(training, "load_super_model", loaded)
+    monkeypatch.setattr(training, "adapter_bytes", lambda job, targets: float(job.lora.r))
+    monkeypatch.setattr(training, "room_bytes", lambda *_, **__: 11.0)
+    output = tmp_path / "run"
+    result = tlora.train(spec, output=output)
+    assert {job.status for job in result.jobs.values()} == {"completed"}
+    for job in NAMES:
+        assert same_end(output, together, job)
+    ranks = [job.lora.r for job in spec.jobs]
+    assert reserved == [ranks[0] + ranks[1]] and sum(ranks[:3]) > 11
+    assert [job for _, job in events(output, "waits")] == ["third", "fourth"]
+    assert at_once(output) == 2 and at_once(together) > 2
+
+
+def test_nano_batches_keep_their_room(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a fair size, of the one that was asked for, and no smaller than the longest row."""
+    asked = list[int]()
+    monkeypatch.setattr(
+        training, "room_bytes", lambda *_, budget_tokens, **__: asked.append(budget_tokens)
+    )
+
+    def room(tokens: int | str, longest: int, budget: int) -> int:
+        lengths = SimpleNamespace(lengths=torch.tensor([3, longest]))
+        data: Any = {"a": SimpleNamespace(train=lengths, evaluation=None)}
+        engine = replace(spec.engine, isolation="default", nano_batch_tokens=tokens)
+        training.room_beside(replace(spec, engine=engine), NO_DATA, NO_DATA, data, budget)
+        return asked[-1]
+
+    assert room("auto", 100, 8192) == training.FAIR_TOKENS
+    assert room("auto", 6000, 8192) == 6000
+    assert room("auto", 100, 1024) == 1024
+    assert room(8192, 100, 8192) == 8192
+
+
+@pytest.mark.parametrize("most", [0, -1])
+def test_a_number_below_one_is_refused(base: Path, rows: Path, most: int) -> None:
+    file = job_file(base, {"name": "a", "data": {"path": str(rows)}}, engine={"max_parallel": most})
+    with pytest.raises(SpecError, match=r"engine\.max_parallel: must be at least 1"):
+        tlora.load_spec(file)
+
+
+def test_over_several_devices_the_number_is_refused(spec: RunSpec, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"engine.max_parallel: is for a run on one device"):
+        train_on_devices(limited(spec, 2), output=tmp_path / "run", devices=2)
