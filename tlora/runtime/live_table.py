@@ -254,13 +254,15 @@ def bar_style(row: JobRow) -> str:
 
 
 def counted(rows: Sequence[JobRow]) -> str:
-    """How many run, are done, and are in trouble."""
-    running = sum(row.running for row in rows)
+    """How many run, wait for their turn, are done, and are in trouble."""
+    waiting = sum(row.status == "waiting" for row in rows)
+    running = sum(row.running for row in rows) - waiting
     trouble = {status: sum(row.status == status for row in rows) for status in TROUBLE}
-    done = len(rows) - running - sum(trouble.values())
-    parts = [f"{running} running" if running else "", f"{done} done" if done else ""]
+    done = len(rows) - running - waiting - sum(trouble.values())
+    counts = {"running": running, "waiting": waiting, "done": done}
+    parts = [f"{count} {what}" for what, count in counts.items() if count]
     parts += [f"{count} {status}" for status, count in trouble.items() if count]
-    return ", ".join(part for part in parts if part)
+    return ", ".join(parts)
 
 
 def course(rows: Sequence[JobRow]) -> str:
