@@ -1,6 +1,7 @@
 """Jobs that are held on their way into an engine, each in the thread that brings it."""
 
 import threading
+import weakref
 
 import pytest
 
@@ -43,6 +44,25 @@ def rows_were_waiting(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         return slots, entry
 
     monkeypatch.setattr(AdapterRows, "_take_kept", take_kept)
+    return found
+
+
+def what_is_brought(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref]:
+    """The matrices, moments and rows that jobs come with from here on. On a device all of it takes
+    the room of nano-batches."""
+    found: list[weakref.ref] = []
+    own = arriving.Arrived
+
+    def arrived(*about):
+        made = own(*about)
+        found.extend(weakref.ref(each) for pair in made.start.values() for each in (pair.a, pair.b))
+        if made.brought.checkpoint is not None:
+            moments = made.brought.checkpoint.state.moments.values()
+            found.extend(weakref.ref(each) for kind in moments for each in kind.values())
+        found.extend([weakref.ref(made.berth)] if made.berth is not None else [])
+        return made
+
+    monkeypatch.setattr(arriving, "Arrived", arrived)
     return found
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.arriving import Gate, let_others_arrive, wait_held
+from support.arriving import Gate, let_others_arrive, wait_held, what_is_brought
 from support.asking import Asking, answers, put, submission
 from support.kills import adapter_bytes, same_end
 from support.runs import job_file, write_rows
@@ -112,6 +112,32 @@ def test_neighbours_train_while_a_job_comes(
     assert same_end(output, together, "here") and same_end(output, together, "late")
     [joined] = events(output, "joined")
     assert 0 < joined["paused_ms"] < 1e3 * PATIENCE_S / 2
+
+
+def test_what_a_job_came_with_is_let_go_before_anybody_trains(
+    spec: RunSpec, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in the job's rows by then; of one that was cancelled nobody wants it. As it begins, and
+    as it comes back with its moments."""
+    output = tmp_path / "run"
+    gate.let_in("late", "slow")
+    brought, held = what_is_brought(monkeypatch), list[bool]()
+
+    def look() -> None:
+        assert brought
+        held.append(any(each() is not None for each in brought))
+
+    asked = {
+        ("here", 2): [submit(spec, "late")],
+        ("late", 3): [("cancel", "late", {})],
+        ("here", HALF): [("resume", "late", {})],
+        ("late", 4): [submit(spec, "slow"), ("cancel", "slow", {})],
+    }
+    then: Steps = dict.fromkeys((("late", 2), ("late", 5), ("here", STEPS - 1)), look)
+    view = Looking(output, asked, then)
+    tlora.train(only(spec, "here"), output=output, progress=view)
+    assert [name for name, _ in view.joined] == ["late", "late"]
+    assert held == [False] * 3
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.arriving import Gate, let_others_arrive, rows_were_waiting
+from support.arriving import Gate, let_others_arrive, rows_were_waiting, what_is_brought
 from support.waiting import PATIENCE_S
 
 from tlora.config import dump_spec
@@ -99,6 +99,28 @@ def test_neighbours_train_while_a_job_comes(busy, gate: Gate, monkeypatch) -> No
     assert attached.seconds == pytest.approx(0.25) and attached.arriving_s == pytest.approx(8.0)
     work_until(worker, lambda: told.of(Ended, "late"))
     assert told.of(Ended, "late")[0].result["status"] == "completed"
+
+
+def test_what_a_job_came_with_is_let_go_before_others_train(busy, gate: Gate, monkeypatch) -> None:
+    """As it begins, and as it comes back with its moments."""
+    worker, told, _ = busy
+    brought, held = what_is_brought(monkeypatch), list[bool]()
+    run_jobs = workers.run_jobs
+
+    def run(*about, **more):
+        if told.of(Attached, "late"):
+            held.append(any(each() is not None for each in brought))
+        return run_jobs(*about, **more)
+
+    monkeypatch.setattr(workers, "run_jobs", run)
+    gate.let_in()
+    for times in (1, 2):
+        work_until(worker, lambda times=times: len(told.of(Attached, "late")) == times)
+        assert brought and held and not any(held)
+        brought.clear()
+        held.clear()
+        worker.obey(Detach("late"))
+        worker.obey(Attach("late", 1.0, BUCKET))
 
 
 def test_with_nobody_to_train_a_worker_waits_and_hears_commands(

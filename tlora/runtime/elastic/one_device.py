@@ -37,11 +37,8 @@ class OneDevice:
         before. Who is on its way then, or waits, comes in when the run goes on, if it was not
         cancelled."""
         while not should_stop():
-            arrival = self.arrivals.take()
-            if arrival is not None:
-                self._enter(arrival)
-            nobody = not (self.drivers or self.arrivals or self.places)
-            desk.serve(self, now=nobody)
+            self._take_in()
+            desk.serve(self, now=not (self.drivers or self.arrivals or self.places))
             self._call()
             if self.drivers:
                 self._train(desk, should_stop)
@@ -121,6 +118,13 @@ class OneDevice:
         recorder = self.recorder
         model = recorder.engine.super_model
         self.arrivals.add(Arrival(waiting.job, recorder.directory, model, waiting.data))
+
+    def _take_in(self) -> None:
+        """The first that is here. What it came with is let go when this returns: on a device that
+        is as large as its rows, and would be missing while others train."""
+        arrival = self.arrivals.take()
+        if arrival is not None:
+            self._enter(arrival)
 
     def _enter(self, arrival: Arrival) -> None:
         since = time.perf_counter()

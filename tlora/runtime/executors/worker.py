@@ -179,9 +179,7 @@ class Worker:
         job is left. Where all are still on their way it waits for them, for a moment."""
         if not self._trains and self.arrivals and not should_stop():
             self.arrivals.wait(WAIT_S)
-        arrival = self.arrivals.take()
-        if arrival is not None:
-            self._enter(arrival)
+        self._take_in()
         waiting = self._watched.waiting
         held = {name: each for name, each in self.drivers.items() if name in waiting}
         drivers = [each for name, each in self.drivers.items() if name not in waiting]
@@ -220,6 +218,13 @@ class Worker:
         if self.arrivals.of(name).verdict is None:
             self.arrivals.drop(name)
             self.tell(Detached(name, None, 0.0))
+
+    def _take_in(self) -> None:
+        """The first that is here. What it came with is let go when this returns: on a device that
+        is as large as its rows, and would be missing while others train."""
+        arrival = self.arrivals.take()
+        if arrival is not None:
+            self._enter(arrival)
 
     def _enter(self, arrival: Arrival) -> None:
         since = time.perf_counter()
