@@ -185,6 +185,22 @@ def test_a_pool_that_has_grown_is_captured_again() -> None:
         assert np.allclose(captured.losses[job], losses, rtol=0, atol=0.05)
 
 
+def test_a_model_that_waits_for_its_device_trains_as_in_a_plain_run() -> None:
+    """No graph can: the nano-batch that was to be captured is an ordinary one, on the stream that
+    all others are on, and memory can still be freed."""
+    plain, captured = Run(compiled=False), Run(compiled=True)
+    norm = captured.model.model.get_submodule("model.norm")
+    norm.register_forward_hook(lambda module, inputs, output: output.sum().item() and None)
+    for run in (plain, captured):
+        run.attach("a", 8)
+        run.step(8)
+        run.drain()
+    assert captured.model.captures == 0 and captured.model.settled
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    torch.cuda.empty_cache()
+    assert np.allclose(captured.losses["a"], plain.losses["a"], rtol=0, atol=0.05)
+
+
 def test_captured_evaluations_see_what_plain_ones_do() -> None:
     """Between steps, with graphs of their own; the adapter of the step before would be told apart,
     and so would dropout, which is off in them."""

@@ -7,6 +7,7 @@ prints the pauses.
 """
 
 import statistics
+import threading
 import time
 
 import numpy as np
@@ -163,6 +164,42 @@ def test_graphs_are_captured_while_a_snapshot_is_copied(monkeypatch: pytest.Monk
     assert group.model.captures >= 1
     for expected, snapshot in taken:
         assert same(tensors_of(snapshot.result()), expected)
+
+
+def test_graphs_are_captured_while_jobs_are_brought(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that allocate and find rows break no capture, and what they bring is right."""
+    monkeypatch.setattr(Launches, "bound", property(lambda self: self.runs >= 2))
+    group = Group("a", "b", compiled=True)
+    group.run(2)
+    late = driver("late")
+    weights = group.model.new_adapter(late.spec)
+    over, errors = threading.Event(), list[BaseException]()
+
+    def bring() -> None:
+        try:
+            torch.cuda.set_device(group.model.device)
+            while not over.is_set():
+                there = moving.bring_weights(group.model, "late", weights).result()
+                assert group.model.keep_rows("late", there) is not None
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=bring, daemon=True)
+    thread.start()
+    for released in (True, True, False):
+        group.run(4)
+        if released:
+            assert group.model.release_graphs()
+    over.set()
+    thread.join()
+    assert not errors and group.model.captures >= 3
+    there = moving.bring_weights(group.model, "late", weights).result()
+    late.attach(group.engine, there)
+    found = rows_of(group.model, "late")
+    for path, pair in weights.items():
+        assert torch.equal(found[f"value {path}.lora_A"], pair.a)
+        assert torch.equal(found[f"value {path}.lora_B"], pair.b.T)
+    group.engine.check_integrity()
 
 
 def blocked(group: Group, action) -> float:

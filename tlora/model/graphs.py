@@ -13,7 +13,8 @@ that are ordinary ones, so nothing is computed that is not used.
 
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -82,6 +83,7 @@ class Graphs:
         self._stopped = False
         self._backbone = backbone
         self._embeddings = embeddings
+        self._device = device
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
@@ -177,12 +179,17 @@ class Graphs:
         ]
         if len(alike) >= MOST_GRAPHS:
             del self._captured[alike[0]]
+        captured = None
         try:
             captured = self._capture(batch)
         except Exception as error:
             # Whatever a model does that cannot be captured, it still runs as before.
             logger.info("a nano-batch of %d rows is not captured: %s", batch.num_rows, error)
+        if captured is None:
+            # The error held on to what was captured.
             self.give_up(key)
+            if not self._captured:
+                self._pool = torch.cuda.graph_pool_handle()
             torch.cuda.empty_cache()
             return None
         self.captures += 1
@@ -216,9 +223,30 @@ class Graphs:
             torch.autograd.grad(hidden, embedded, d_hidden)
         return Backward(d_hidden, graph)
 
-    def _capturing(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
+    @contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         # Other threads may copy states meanwhile, and allocate for it. Backward runs in a thread of
         # its own, which captures because its stream does.
-        return torch.cuda.graph(
+        capture = torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         )
+        # torch leaves the stream of a capture that it cannot begin or end as the current one: all
+        # that follows would run on it, in no order with what other threads do.
+        with torch.cuda.stream(self._stream):
+            capture.__enter__()
+            try:
+                yield
+            finally:
+                try:
+                    capture.__exit__(None, None, None)
+                except Exception:
+                    self._abandon()
+                    raise
+
+    def _abandon(self) -> None:
+        """A capture that met what cannot be captured cannot be ended either, and takes its memory
+        along: no more shapes are. torch before 2.12 believes that it goes on, and as long frees no
+        memory at all."""
+        self._stopped = True
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
