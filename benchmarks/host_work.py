@@ -82,6 +82,8 @@ class HostLink:
 
     device = torch.device("cpu")
 
+    def enter(self) -> None: ...
+
     def lanes(self) -> Sequence[HostLane]:
         return [HostLane(STAGING // 4) for _ in range(2)]
 

@@ -12,6 +12,7 @@ from support.transfers import SlowLink
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tlora.model.adapter_rows import AdapterRows
+from tlora.model.cuda_link import CudaLink
 from tlora.model.snapshot import AtOnce, InBackground, Snapshot
 from tlora.training import moving
 from tlora.training.engine import Engine
@@ -98,6 +99,22 @@ def test_what_goes_wrong_on_the_way_is_raised_by_the_result() -> None:
     with pytest.raises(MemoryError, match="none left"):
         snapshot.result()
     assert same(courier.take(tensors(), list).result(), tensors())
+
+
+def test_whoever_copies_has_entered_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of its own for each way, once. On a machine with several, each would take memory of
+    the first otherwise."""
+    current, device = list[torch.device](), torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    CudaLink(device).enter()
+    assert current == [device]
+    link = SlowLink()
+    link.gate.set()
+    courier = InBackground(link)
+    for _ in range(2):
+        assert same(courier.take(tensors(), list).result(), tensors())
+        assert same(courier.bring(tensors(), list).result(), tensors())
+    assert len(set(link.entered)) == len(link.entered) == 2
 
 
 def test_nothing_is_made_before_somebody_asks() -> None:

@@ -42,8 +42,14 @@ class SlowLink:
         self.room = room
         self.gate = threading.Event()
         self.asked: list[int] = []
+        self.entered: list[int] = []
+        """Threads that copy."""
+
+    def enter(self) -> None:
+        self.entered.append(threading.get_ident())
 
     def lanes(self) -> Sequence[LateLane]:
+        assert threading.get_ident() in self.entered
         return [LateLane(self.staging) for _ in range(2)]
 
     def mark(self) -> Callable[[], None]:

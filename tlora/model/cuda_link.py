@@ -38,6 +38,11 @@ class CudaLink:
         self.device = device
         self._numel = staging_bytes // 4
 
+    def enter(self) -> None:
+        # Every thread has a current device of its own, the first. One that goes back to it from a
+        # stream of another would take memory for a context there.
+        torch.cuda.set_device(self.device)
+
     def lanes(self) -> Sequence[Lane]:
         stream = torch.cuda.Stream(self.device)
         return [CudaLane(self._numel, stream) for _ in range(2)]

@@ -106,6 +106,10 @@ class Link(Protocol):
 
     device: torch.device
 
+    def enter(self) -> None:
+        """Called by each thread that copies, before anything else."""
+        ...
+
     def lanes(self) -> Sequence[Lane]:
         """Two staging buffers that are used by one thread; made when they are first needed."""
         ...
@@ -129,8 +133,10 @@ class InBackground:
         self._room = threading.Lock()
         """Several threads may bring: room that one has seen is not another's."""
 
-        self._out = ThreadPoolExecutor(1, thread_name_prefix="snapshots out")
-        self._in = ThreadPoolExecutor(1, thread_name_prefix="snapshots in")
+        self._out, self._in = (
+            ThreadPoolExecutor(1, thread_name_prefix=f"snapshots {way}", initializer=link.enter)
+            for way in ("out", "in")
+        )
 
     @torch.no_grad()
     def take(self, tensors: Sequence[torch.Tensor], make: Make[T]) -> Snapshot[T]:
