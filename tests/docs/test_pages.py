@@ -17,7 +17,7 @@ from tlora.core.assets import DEMO
 
 PAGES = [
     str(path.relative_to(REPOSITORY))
-    for pattern in ("*.md", "docs/*.md", "tlora/**/README.md")
+    for pattern in ("*.md", "docs/*.md", "tlora/**/*.md")
     for path in sorted(REPOSITORY.glob(pattern))
 ]
 

@@ -87,7 +87,7 @@ MEASURED = Device(shared_bytes=232_448, capability=90)
 """What the table below was measured on; every line of it fits."""
 
 
-# Tiles: measured on one H200, 8B shapes, 8,192 tokens (README.md has the alternatives and their
+# Tiles: measured on one H200, 8B shapes, 8,192 tokens (tried.md has the alternatives and their
 # times); `programs` and `turned`: what the compiled registers and shared memory allow, or more.
 # benchmarks/gpu_lora_kernels.py times them all.
 TUNINGS: dict[str, Tuning] = {
