@@ -107,6 +107,12 @@ MEASURES = [
         200,
         f"{LAYER} 8 --tokens 4096 2048",
     ),
+    Measure(
+        "linears-dropout",
+        LINEARS,
+        200,
+        f"{LAYER} 8 --dropout 0.05",
+    ),
     Measure("peft-1", BENCH, 160, f"{MIXED} 1 --budget 4096 --arms own,peft"),
     Measure(
         "peft-16",

@@ -5,7 +5,7 @@ pydantic makes the schema of the resolved dataclasses; here it is opened to the 
 """
 
 from functools import cache
-from typing import cast
+from typing import cast, get_type_hints
 
 from pydantic import TypeAdapter
 
@@ -21,7 +21,7 @@ from tlora.config.fields import (
     Vocabulary,
 )
 from tlora.config.values import Tree
-from tlora.core.job import RunSpec
+from tlora.core.job import JobSpec, RunSpec
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -158,11 +158,17 @@ def definition_of(schema: Tree) -> str | None:
 
 def section_texts() -> dict[str, str]:
     """Section -> the docstring of its dataclass."""
+    types = get_type_hints(RunSpec) | get_type_hints(JobSpec)
     return {
-        name: cast(str, definitions()[definition]["description"])
+        name: docstring(types[name])
         for name, schema in run_and_job_properties().items()
-        if (definition := definition_of(schema))
+        if definition_of(schema)
     }
+
+
+def docstring(spec: type[object]) -> str:
+    """On one line. pydantic tells it from 2.13 on."""
+    return " ".join(str(spec.__doc__).split())
 
 
 @cache

@@ -6,7 +6,7 @@ from typing import cast
 from pydantic import TypeAdapter
 
 from tlora.config.fields import JOB
-from tlora.config.schema import DIALECT, json_schema, unwrapped
+from tlora.config.schema import DIALECT, docstring, json_schema, unwrapped
 from tlora.config.sweeps import RANGES, check_tried
 from tlora.config.values import Tree
 from tlora.core.errors import SpecError
@@ -51,7 +51,7 @@ def section_of(spec: type[object]) -> Tree:
     fields = cast(dict[str, Tree], found["properties"])
     return {
         "type": "object",
-        "description": found["description"],
+        "description": docstring(spec),
         "properties": {
             name: {key: value for key, value in field.items() if key not in ("title", "default")}
             for name, field in fields.items()
