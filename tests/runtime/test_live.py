@@ -86,7 +86,9 @@ def test_jobs_that_had_their_turn_come_before_those_that_wait() -> None:
     rows = [row(f"job-{at:02}", "training" if at % 5 == 0 else "waiting") for at in range(100)]
     lines = screen(rows, width=80, height=24)
     assert sum("training" in line for line in lines) == 19 and len(lines) == 24
-    assert "+ 81 more: 1 running, 80 waiting" in "\n".join(lines) and "tokens/s together" in lines[-1]
+    assert (
+        "+ 81 more: 1 running, 80 waiting" in "\n".join(lines) and "tokens/s together" in lines[-1]
+    )
 
 
 def test_many_failures_leave_room_for_what_runs() -> None:
