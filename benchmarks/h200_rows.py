@@ -160,7 +160,7 @@ def tuned(shape: str) -> Read:
         fixed = {int(size): rate for size, rate in line["fixed_tokens_per_s"].items()}
         best, size = max(fixed, key=lambda each: fixed[each]), line["tuned_to"]
         share = 100 * fixed[size] / fixed[best]
-        return Said(share, f"{size:,} tokens: {share:.0f} % of {best:,}")
+        return Said(share, f"{size:,} tokens: {share:.0f} % of the rate at {best:,}")
 
     return read
 
@@ -191,33 +191,32 @@ WAITING = Bar(2.0, "2 %", "0.5 %", is_least=False)
 
 ROWS = [
     Row(
-        "adapters over the frozen linears, 8B layer, 8,192 tokens, 8 adapters of rank 8-64"
-        " (the layer / by group)",
+        "cost of 8 adapters over the frozen linears, 8B layer, 8,192 tokens (the layer / by group)",
         LINEARS,
         linears(8),
         OVER_LINEARS,
     ),
     Row(
-        "the same with 32, gradients zero, as nano-batches of so many have them",
+        "the same, 32 adapters, gradients zero (the usual case with so many)",
         LINEARS,
         linears(32, zero=True),
         OVER_LINEARS,
     ),
-    Row("the same with 32, all gradients added to", LINEARS, linears(32), OVER_LINEARS),
+    Row("the same, 32 adapters, all gradients added to", LINEARS, linears(32), OVER_LINEARS),
     Row(
-        "32 jobs as the engine composes them: 10 in a nano-batch",
+        "the same, 32 jobs as the engine composes them: 10 in a nano-batch",
         LINEARS,
         linears(32, composed=True),
         OVER_LINEARS,
     ),
     Row(
-        "frozen fraction, 8B, 8,192 tokens, every job steps each time",
+        "frozen fraction, 8B, 8,192 tokens, every job steps after every nano-batch",
         STEP,
         step("llama-8b", 8192),
         Bar(0.90, "0.90", "0.96"),
     ),
     Row(
-        "the same, batches of 16 x 512",
+        "the same, batches of 16 x 512 tokens",
         BENCH,
         benched([16], 8192, "frozen_fraction", FRACTION),
         Bar(0.90, "0.90", "0.96"),
@@ -235,39 +234,39 @@ ROWS = [
         Bar(0.85, "0.85", "0.93"),
     ),
     Row(
-        "useful tokens/s, 8B, batches of 1 to 4 as they come, real lengths, against frozen at"
-        " 8,192",
+        "useful tokens/s, 8B, batches of 1 to 4 sequences of real lengths, as a fraction of frozen"
+        " at 8,192 tokens",
         BENCH,
         against_frozen,
         Bar(0.85, "0.85", "0.93"),
     ),
     Row(
-        "against PEFT, one job after another, 1 x 512, 8B",
+        "speed against PEFT, one job after another, 8B, batches of 1 x 512",
         BENCH,
         benched([1], 4096, "ratio_peft", "{:.2f}x"),
         Bar(4.7, "4.7x", "5.4x"),
     ),
     Row(
-        "against PEFT saturated, 16 x 512, 8B",
+        "the same, batches of 16 x 512, which fill the device",
         BENCH,
         benched([16], 8192, "ratio_peft", "{:.2f}x"),
         Bar(1.08, "1.08x", "1.18x"),
     ),
     Row(
-        f"against mLoRA's {MLORA_FRACTION} of frozen, 8B (its figure is published, not measured"
-        " here)",
+        "against mLoRA, 8B: fraction of frozen with batches of 1 to 4, over mLoRA's published"
+        f" {MLORA_FRACTION} (not measured here)",
         BENCH,
         against_mlora,
         Bar(2.5, "2.5x", "2.8x"),
     ),
     Row(
-        "adapters resident, 16 with tokens against 8: slower per token by",
+        "slowdown per token when 16 of the resident adapters have tokens, not 8",
         MEMORY,
         residents,
         Bar(5.0, "5 % with 64", "120, thousands", is_least=False),
     ),
     Row(
-        "others stand still while a job joins (168 M parameters)",
+        "how long the other jobs stand still while one joins (168 M parameters)",
         JOINING,
         joining,
         Bar(50.0, "50 ms", "5 ms", is_least=False),
@@ -279,20 +278,20 @@ ROWS = [
         Bar(30.0, "+30 GB", "+25 GB", is_least=False),
     ),
     Row(
-        "work of the host beside the device's, nothing of it hidden",
+        "work of the host, as a share of the time, if the device hid none of it",
         BENCH,
         benched([16], 8192, "engine_overhead_pct", "{:.1f} %"),
         WAITING,
     ),
     Row(
-        "what the device waits for the host",
+        "the device waiting for the host, as a share of the time",
         BENCH,
         benched([16], 8192, "device_waits_pct", "{:.1f} %"),
         WAITING,
     ),
     Row("cost of `isolation: exact`, 1B", EXACT, exact, Bar(15.0, "15 %", is_least=False)),
     Row(
-        "the size of nano-batches that is found, against the best fixed one, 1B",
+        "size of nano-batches that the search finds, against the best fixed one, 1B",
         TUNED,
         tuned("llama-1b"),
         Bar(),
@@ -303,7 +302,7 @@ ROWS = [
 
 def table(rows: Iterable[Row] = ROWS, results: Path = RESULTS) -> str:
     """In Markdown. What does not reach its bar is bold."""
-    lines = ["| figure | at least | goal | measured | line |", "|---|---|---|---|---|"]
+    lines = ["| figure | bar | goal | measured | line |", "|---|---|---|---|---|"]
     for row in rows:
         text, source, found = "not measured", "", row.newest(results)
         if found is not None:

@@ -63,7 +63,7 @@ def test_the_page_has_the_table_of_the_lines(rows) -> None:
 
 
 def test_the_newest_line_counts_and_what_misses_its_bar_is_bold(rows, tmp_path) -> None:
-    what = "the same with 32, all gradients added to"
+    what = "the same, 32 adapters, all gradients added to"
     assert said(rows, what, tmp_path) == "not measured"
     write(tmp_path, rows.LINEARS, of_linears(0.121, 0.123))
     assert said(rows, what, tmp_path) == "**+12.1 / +12.3 %**"
@@ -95,7 +95,7 @@ def test_jobs_as_they_come_are_held_against_the_fastest_frozen_of_their_commit(
     assert said(rows, what, tmp_path) == "0.900 (900 of 1,000 tokens/s)"
     write(tmp_path, rows.BENCH, of_bench([16], 1100, 1200, "new"))
     assert said(rows, what, tmp_path) == "**0.750 (900 of 1,200 tokens/s)**"
-    assert said(rows, "against mLoRA's", tmp_path) == "**2.21x**"
+    assert said(rows, "against mLoRA", tmp_path) == "**2.21x**"
 
 
 def test_every_measure_is_of_a_script_that_takes_its_options(
