@@ -2,11 +2,11 @@
 
 import os
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.compiling import resources
 
 from tlora.kernels.multi_lora import pages
 from tlora.kernels.multi_lora.settings import LAY, MEASURED, PRODUCT, TUNINGS, Tuning
@@ -61,15 +61,6 @@ def compiled_kernel(kernel, types: dict[str, str], constants: dict[str, object],
     )
     options = {"num_warps": tuning.warps, "num_stages": tuning.stages}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-
-
-def resources(kernel, folder: Path) -> str:
-    """What the assembler says."""
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(kernel.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    command = [str(tool), "--dump-resource-usage", str(cubin)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize(
