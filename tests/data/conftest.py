@@ -93,6 +93,13 @@ MOVING_SYSTEM = """\
 {%- elif message.role == 'assistant' -%}{{- ' ' + message.content + '<|end|>' -}}{%- endif -%}
 {%- endfor -%}"""
 
+# Ends the whole chat with a token of its own, as Phi-3 does.
+CLOSED = """\
+{%- for message in messages -%}
+{{- '<|turn|>' + message.role + '\\n' + message.content + '<|end|>\\n' -}}
+{%- endfor -%}
+{{- '<|turn|>assistant\\n' if add_generation_prompt else '<|header|>' -}}"""
+
 # Says itself what the model generates: here without the end token.
 MARKED = """\
 {%- for message in messages -%}
@@ -117,6 +124,7 @@ def templates() -> SimpleNamespace:
         merged_system=MERGED_SYSTEM,
         thinking=THINKING,
         moving_system=MOVING_SYSTEM,
+        closed=CLOSED,
         marked=MARKED,
         echo=ECHO,
     )

@@ -35,6 +35,14 @@ def test_answers_are_found_where_the_text_before_them_moves(
     assert_trained(row.input_ids, row.labels, [" " + answer for answer in ANSWERS], tokenizer)
 
 
+def test_every_answer_ends_with_its_end_token_where_the_whole_chat_has_an_end_of_its_own(
+    templates, tokenizer, encode, assert_trained
+):
+    row = encode(TWO_TURNS, tokenizer, templates.closed)
+    expected = [ANSWERS[0], ANSWERS[1] + "\n<|header|>"]
+    assert_trained(row.input_ids, row.labels, expected, tokenizer)
+
+
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_a_mask_that_is_off_by_one_is_noticed(shift, templates, tokenizer, encode, assert_trained):
     row = encode(TWO_TURNS, tokenizer, templates.turns)

@@ -9,12 +9,14 @@ families have none, so the spans are found from outside, message by message:
 2. By substitution, where the template renders a message differently once others follow (it drops
    earlier thinking, moves the system message). Render the whole chat with the message replaced by
    one foreign character. If nothing else changed, what stands in the character's place is the
-   message, and what follows the character when the message is the last one is its ending.
+   message, and what follows the character both there and when the message is the last one is its
+   ending.
 
 A template that allows neither is refused: a wrong mask would train on the wrong tokens in silence.
 """
 
 import re
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from tlora.core.errors import DataError
@@ -126,9 +128,19 @@ class ChatRenderer:
         opening, ending = last.split(foreign)
         opening = self._written_before(opening, place, chat, origin)
         start = len(before) - (len(opening) if before.endswith(opening) else 0)
-        if not after.startswith(ending):
-            ending = ending.rstrip() if after.startswith(ending.rstrip()) else ""
-        return start, end + len(ending)
+        return start, end + len(self._shared_ending(ending, after))
+
+    def _shared_ending(self, ending: str, after: str) -> str:
+        """What ends a message wherever it stands: after the end of the last turn the template may
+        write an end of the whole chat."""
+        if after.startswith(ending):
+            return ending
+        if after.startswith(ending.rstrip()):
+            return ending.rstrip()
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(ending, after, strict=False))
+        shared = "".join(character for character, _ in alike)
+        ends = (shared.rfind(token) + len(token) for token in self._end_tokens if token in shared)
+        return shared[: max(ends, default=0)]
 
     def _written_before(self, opening: str, place: int, chat: Chat, origin: Origin) -> str:
         """What the model writes between the generation prompt and the message, often one space."""
