@@ -100,6 +100,20 @@ CLOSED = """\
 {%- endfor -%}
 {{- '<|turn|>assistant\\n' if add_generation_prompt else '<|header|>' -}}"""
 
+# Writes the results of tools into the message that asked for them, before its text, as Gemma 4.
+RESULTS_INSIDE = """\
+{%- for message in messages -%}
+{%- if message.role != 'tool' -%}
+{{- '<|turn|>' + message.role + '\\n' -}}
+{%- for call in message.tool_calls or [] -%}
+{{- '[call ' + call.function.name + ']' -}}{%- endfor -%}
+{%- if loop.nextitem is defined and loop.nextitem.role == 'tool' -%}
+{{- '[result ' + loop.nextitem.content + ']' -}}{%- endif -%}
+{{- message.content + '<|end|>\\n' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif -%}"""
+
 # Says itself what the model generates: here without the end token.
 MARKED = """\
 {%- for message in messages -%}
@@ -125,6 +139,7 @@ def templates() -> SimpleNamespace:
         thinking=THINKING,
         moving_system=MOVING_SYSTEM,
         closed=CLOSED,
+        results_inside=RESULTS_INSIDE,
         marked=MARKED,
         echo=ECHO,
     )

@@ -5,7 +5,7 @@ import pytest
 
 from tlora.core.errors import DataError
 from tlora.core.sequence import IGNORED
-from tlora.data.examples import Chat, turns
+from tlora.data.examples import Chat, Message, turns
 
 TWO_TURNS = turns(
     [
@@ -15,6 +15,18 @@ TWO_TURNS = turns(
         ("user", "How many singers are there?"),
         ("assistant", "There are twelve."),
     ]
+)
+ASKING_A_TOOL: tuple[Message, ...] = (
+    {"role": "user", "content": "How is it in Oslo?"},
+    {
+        "role": "assistant",
+        "content": "Let me see.",
+        "tool_calls": [
+            {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+        ],
+    },
+    {"role": "tool", "content": "sunny"},
+    {"role": "assistant", "content": "It is sunny."},
 )
 ANSWERS = ["I am fine, thank you.<|end|>", "There are twelve.<|end|>"]
 
@@ -99,6 +111,17 @@ def test_tool_calls_are_trained_and_tool_results_are_not(
         answer = "<think>\n\n</think>\n\n" + answer
     assert_trained(row.input_ids, row.labels, [called + "<|end|>", answer], tokenizer)
     assert ("Tools:" in tokenizer.decode(row.input_ids)) == (name == "turns")
+
+
+def test_a_template_that_writes_results_of_tools_into_an_answer_is_refused(
+    templates, tokenizer, encode
+):
+    """They would be trained on with it."""
+    chat = Chat(ASKING_A_TOOL, trained=(False, True, False, True))
+    whole = encode(chat, tokenizer, templates.results_inside, "all")
+    assert "[call weather][result sunny]Let me see.<|end|>" in tokenizer.decode(whole.input_ids)
+    with pytest.raises(DataError, match="which part of the rendered chat is message 2"):
+        encode(chat, tokenizer, templates.results_inside)
 
 
 @pytest.mark.parametrize(("name", "empty"), [("turns", False), ("headers", True)])

@@ -10,7 +10,8 @@ families have none, so the spans are found from outside, message by message:
    earlier thinking, moves the system message). Render the whole chat with the message replaced by
    one foreign character. If nothing else changed, what stands in the character's place is the
    message, and what follows the character both there and when the message is the last one is its
-   ending.
+   ending. A template that writes the results of tools into the message that asked for them is
+   found out by replacing the results.
 
 A template that allows neither is refused: a wrong mask would train on the wrong tokens in silence.
 """
@@ -31,6 +32,8 @@ GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 FOREIGN_CHARACTERS = [chr(code) for code in range(0x2460, 0x2474)]
 """Circled numbers: no template trims them or gives them a meaning, and few texts hold all of
 them."""
+
+RESULT_ROLES = ("tool", "function", "ipython")
 
 Span = tuple[int, int]
 
@@ -117,8 +120,11 @@ class ChatRenderer:
             raise _unstable(place, origin)
         replaced: list[Message] = list(chat.messages)
         replaced[place] = {"role": "assistant", "content": _like(chat.messages[place], foreign)}
-        whole = self._text(replaced, chat, origin)
-        last = self._text(replaced[: place + 1], chat, origin)
+        try:
+            whole = self._text(replaced, chat, origin)
+            last = self._text(replaced[: place + 1], chat, origin)
+        except DataError as error:  # it takes the row itself, but not in another form
+            raise _unstable(place, origin) from error
         if whole.count(foreign) != 1 or last.count(foreign) != 1:
             raise _unstable(place, origin)
         before, after = whole.split(foreign)
@@ -128,7 +134,23 @@ class ChatRenderer:
         opening, ending = last.split(foreign)
         opening = self._written_before(opening, place, chat, origin)
         start = len(before) - (len(opening) if before.endswith(opening) else 0)
+        if self._depends_on_results(text[:end], place, chat, foreign, origin):
+            raise _unstable(place, origin)
         return start, end + len(self._shared_ending(ending, after))
+
+    def _depends_on_results(
+        self, written: str, place: int, chat: Chat, foreign: str, origin: Origin
+    ) -> bool:
+        """Whether the text up to the end of a message holds results of tools that came after it,
+        which the model does not write."""
+        messages: list[Message] = list(chat.messages)
+        for later in range(place + 1, len(messages)):
+            if messages[later]["role"] in RESULT_ROLES:
+                content = _like(messages[later], foreign)
+                messages[later] = {**messages[later], "content": content}
+        if messages == list(chat.messages):
+            return False
+        return not self._text(messages, chat, origin).startswith(written)
 
     def _shared_ending(self, ending: str, after: str) -> str:
         """What ends a message wherever it stands: after the end of the last turn the template may
