@@ -114,6 +114,16 @@ RESULTS_INSIDE = """\
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif -%}"""
 
+# Takes the arguments of a call for text, as DeepSeek-V3 does.
+TEXT_ARGUMENTS = """\
+{%- for message in messages -%}
+{{- '<|turn|>' + message.role + '\\n' + message.content -}}
+{%- for call in message.tool_calls or [] -%}{{- '[call ' + call.function.arguments + ']' -}}
+{%- endfor -%}
+{{- '<|end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif -%}"""
+
 # Says itself what the model generates: here without the end token.
 MARKED = """\
 {%- for message in messages -%}
@@ -140,6 +150,7 @@ def templates() -> SimpleNamespace:
         moving_system=MOVING_SYSTEM,
         closed=CLOSED,
         results_inside=RESULTS_INSIDE,
+        text_arguments=TEXT_ARGUMENTS,
         marked=MARKED,
         echo=ECHO,
     )

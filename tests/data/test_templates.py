@@ -124,6 +124,15 @@ def test_a_template_that_writes_results_of_tools_into_an_answer_is_refused(
         encode(chat, tokenizer, templates.results_inside)
 
 
+def test_a_template_that_takes_arguments_for_text_gets_text(
+    templates, tokenizer, encode, assert_trained
+):
+    chat = Chat(ASKING_A_TOOL, trained=(False, True, False, True))
+    row = encode(chat, tokenizer, templates.text_arguments)
+    expected = ['Let me see.[call {"city": "Oslo"}]<|end|>', "It is sunny.<|end|>"]
+    assert_trained(row.input_ids, row.labels, expected, tokenizer)
+
+
 @pytest.mark.parametrize(("name", "empty"), [("turns", False), ("headers", True)])
 def test_a_tool_call_that_the_template_leaves_out_is_an_empty_answer(
     name, empty, templates, tokenizer, encode

@@ -16,7 +16,9 @@ families have none, so the spans are found from outside, message by message:
 A template that allows neither is refused: a wrong mask would train on the wrong tokens in silence.
 """
 
+import json
 import re
+from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -51,10 +53,12 @@ class ChatRenderer:
 
     def render_whole(self, chat: Chat, origin: Origin) -> Rendered:
         """Every character trained on, so no spans need to be found."""
+        chat = self._with_fitting_arguments(chat, origin)
         return Rendered(self._text(list(chat.messages), chat, origin), ()).wholly_trained()
 
     def render(self, chat: Chat, origin: Origin) -> Rendered:
         """The assistant's characters trained on."""
+        chat = self._with_fitting_arguments(chat, origin)
         if self.has_markers(chat):
             return self._by_markers(chat, origin)
         text = self._text(list(chat.messages), chat, origin)
@@ -72,6 +76,20 @@ class ChatRenderer:
     def _template_for(self, chat: Chat) -> str:
         tools = list(chat.tools) if chat.tools else None
         return self._tokenizer.get_chat_template(self._template, tools)  # pyright: ignore[reportArgumentType]
+
+    def _with_fitting_arguments(self, chat: Chat, origin: Origin) -> Chat:
+        """Most templates want the arguments of tool calls as objects, DeepSeek's as text."""
+        as_text = _with_arguments_as_text(chat)
+        if as_text is None or self._takes(chat, origin) or not self._takes(as_text, origin):
+            return chat
+        return as_text
+
+    def _takes(self, chat: Chat, origin: Origin) -> bool:
+        try:
+            self._text(list(chat.messages), chat, origin)
+        except DataError:
+            return False
+        return True
 
     def _by_markers(self, chat: Chat, origin: Origin) -> Rendered:
         # apply_chat_template gives a token mask only; the function under it gives spans of text, to
@@ -203,6 +221,29 @@ class ChatRenderer:
 def _like(message: Message, text: str) -> object:
     """Content of the same form as the message's, a text or a list of parts."""
     return [{"type": "text", "text": text}] if isinstance(message["content"], list) else text
+
+
+def _with_arguments_as_text(chat: Chat) -> Chat | None:
+    """The chat with the arguments of its tool calls as JSON; None where none is an object."""
+    messages = tuple(_message_with_text(message) for message in chat.messages)
+    return None if messages == chat.messages else replace(chat, messages=messages)
+
+
+def _message_with_text(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_call_with_text(call) for call in calls]}
+
+
+def _call_with_text(call: object) -> object:
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(arguments, dict | list):
+        return call
+    assert isinstance(call, dict) and isinstance(function, dict)
+    text = json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
 
 
 def _unstable(place: int, origin: Origin) -> DataError:
