@@ -13,6 +13,8 @@ from tlora.data.shapes import detect, read_examples
 QUESTION = {"role": "user", "content": "Hello"}
 ANSWER = {"role": "assistant", "content": "Hi."}
 CHAT = Chat((QUESTION, ANSWER), (False, True))
+TOOLS = [{"type": "function", "function": {"name": "weather"}}]
+WITH_TOOLS = Chat((QUESTION, ANSWER), (False, True), tuple(TOOLS))
 TWO_TURNS = turns([("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")])
 
 
@@ -112,6 +114,16 @@ def complaint(*values: dict[str, object], **settings: object) -> str:
                 "rejected": json.dumps([ANSWER]),
             },
             Preference(CHAT, CHAT),
+        ),
+        (
+            "preference",
+            {"prompt": [QUESTION], "chosen": [ANSWER], "rejected": [ANSWER], "tools": TOOLS},
+            Preference(WITH_TOOLS, WITH_TOOLS),
+        ),
+        (
+            "preference",
+            {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, ANSWER], "tools": TOOLS},
+            Preference(WITH_TOOLS, WITH_TOOLS),
         ),
     ],
 )

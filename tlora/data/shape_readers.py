@@ -68,7 +68,7 @@ def read_tokens_row(values: Values, origin: Origin) -> Tokens:
 def read_preference_row(values: Values, origin: Origin) -> Preference:
     if "prompt" in values and not _repeat_prompt(values):
         chosen, rejected = (
-            _answered(values["prompt"], values[key], key, None, origin)
+            _answered(values["prompt"], values[key], key, values.get("tools"), origin)
             for key in ("chosen", "rejected")
         )
         return Preference(chosen, rejected)
@@ -79,7 +79,8 @@ def read_preference_row(values: Values, origin: Origin) -> Preference:
                 "of messages"
             )
     chosen, rejected = (
-        read_chat(values[key], key=key, tools=None, origin=origin) for key in ("chosen", "rejected")
+        read_chat(values[key], key=key, tools=values.get("tools"), origin=origin)
+        for key in ("chosen", "rejected")
     )
     shared = _shared_messages(chosen, rejected)
     return Preference(_answering(chosen, shared), _answering(rejected, shared))

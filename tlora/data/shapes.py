@@ -43,7 +43,7 @@ class ShapeRule:
 
 # The order matters: a row that would fit several shapes is taken for the first of them.
 SHAPES: dict[Shape, ShapeRule] = {
-    "preference": ShapeRule((("chosen",), ("rejected",)), ("prompt",), read_preference_row),
+    "preference": ShapeRule((("chosen",), ("rejected",)), ("prompt", "tools"), read_preference_row),
     "tokens": ShapeRule((("input_ids",),), ("labels",), read_tokens_row),
     "chat": ShapeRule((("messages",),), ("tools",), read_chat_row),
     "sharegpt": ShapeRule((("conversations",),), ("system", "tools"), read_sharegpt_row),
