@@ -97,6 +97,16 @@ def complaint(*values: dict[str, object], **settings: object) -> str:
         ("tokens", {"input_ids": [1, 2]}, Tokens((1, 2), None)),
         ("tokens", {"input_ids": [1, 2], "labels": [-100, 2]}, Tokens((1, 2), (-100, 2))),
         (
+            "tokens",
+            {"input_ids": [1, 2, 3], "completion_mask": [0, 1, 1], "assistant_masks": [1, 1, 0]},
+            Tokens((1, 2, 3), (-100, 2, -100)),
+        ),
+        (
+            "tokens",
+            {"input_ids": [1, 2], "labels": [1, 2], "completion_mask": [0, 1]},
+            Tokens((1, 2), (1, 2)),
+        ),
+        (
             "preference",
             {"prompt": "a", "chosen": "b", "rejected": "c"},
             Preference(Completion("a", "b"), Completion("a", "c")),
@@ -219,6 +229,7 @@ def calling(arguments: str) -> dict[str, object]:
         ({"text": None}, "text must be a text"),
         ({"input_ids": [1, "a"]}, "input_ids must be a list of whole numbers"),
         ({"input_ids": [1, 2], "labels": [1]}, "labels must be as many as input_ids"),
+        ({"input_ids": [1, 2], "completion_mask": [1]}, "completion_mask must be as many as"),
     ],
 )
 def test_values_that_make_no_sense_are_named_by_their_row(values, expected):

@@ -18,7 +18,7 @@ from tlora.data.streams import open_bytes
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 """Raised when rows would be tokenised or stored differently."""
 
 BLOCK_BYTES = 1 << 20

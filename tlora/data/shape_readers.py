@@ -6,6 +6,7 @@ The keys a shape requires are there; whether their values make sense is checked 
 from collections.abc import Mapping
 from dataclasses import replace
 
+from tlora.core.sequence import IGNORED
 from tlora.data.examples import Chat, Completion, Instruction, Preference, Text, Tokens
 from tlora.data.messages import (
     read_chat,
@@ -17,6 +18,9 @@ from tlora.data.messages import (
 from tlora.data.rows import Origin
 
 Values = Mapping[str, object]
+
+TOKEN_MASKS = ("completion_mask", "assistant_masks")
+"""Columns of rows that TRL tokenised: 1 where a token is trained on."""
 
 
 def read_chat_row(values: Values, origin: Origin) -> Chat:
@@ -56,13 +60,17 @@ def read_text_row(values: Values, origin: Origin) -> Text:
 
 def read_tokens_row(values: Values, origin: Origin) -> Tokens:
     input_ids = _integers(values["input_ids"], "input_ids", origin)
-    given = values.get("labels")
-    labels = None if given is None else _integers(given, "labels", origin)
-    if labels is not None and len(labels) != len(input_ids):
-        raise origin.error(
-            f"labels must be as many as input_ids, got {len(labels)} and {len(input_ids)}"
-        )
-    return Tokens(input_ids, labels)
+    if values.get("labels") is not None:
+        return Tokens(input_ids, _for_each_token("labels", values, len(input_ids), origin))
+    masks = [
+        _for_each_token(key, values, len(input_ids), origin)
+        for key in TOKEN_MASKS
+        if values.get(key) is not None
+    ]
+    if not masks:
+        return Tokens(input_ids, None)
+    kept = zip(input_ids, *masks, strict=True)
+    return Tokens(input_ids, tuple(token if all(bits) else IGNORED for token, *bits in kept))
 
 
 def read_preference_row(values: Values, origin: Origin) -> Preference:
@@ -158,6 +166,13 @@ def _history(value: object, origin: Origin) -> tuple[tuple[str, str], ...]:
     ):
         raise origin.error(f"history must be a list of [question, answer] pairs, got {value!r:.80}")
     return tuple((question, answer) for question, answer in value)
+
+
+def _for_each_token(key: str, values: Values, count: int, origin: Origin) -> tuple[int, ...]:
+    found = _integers(values[key], key, origin)
+    if len(found) != count:
+        raise origin.error(f"{key} must be as many as input_ids, got {len(found)} and {count}")
+    return found
 
 
 def _integers(value: object, key: str, origin: Origin) -> tuple[int, ...]:

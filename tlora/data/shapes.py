@@ -12,6 +12,7 @@ from tlora.core.job import DataSpec, Shape
 from tlora.data.examples import Example
 from tlora.data.rows import Origin, Row
 from tlora.data.shape_readers import (
+    TOKEN_MASKS,
     read_alpaca_row,
     read_chat_row,
     read_preference_row,
@@ -44,7 +45,7 @@ class ShapeRule:
 # The order matters: a row that would fit several shapes is taken for the first of them.
 SHAPES: dict[Shape, ShapeRule] = {
     "preference": ShapeRule((("chosen",), ("rejected",)), ("prompt", "tools"), read_preference_row),
-    "tokens": ShapeRule((("input_ids",),), ("labels",), read_tokens_row),
+    "tokens": ShapeRule((("input_ids",),), ("labels", *TOKEN_MASKS), read_tokens_row),
     "chat": ShapeRule((("messages",),), ("tools",), read_chat_row),
     "sharegpt": ShapeRule((("conversations",),), ("system", "tools"), read_sharegpt_row),
     "alpaca": ShapeRule(
