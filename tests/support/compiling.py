@@ -11,6 +11,8 @@ POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
     torch.int32: "*i32",
+    torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 
 

@@ -1,0 +1,106 @@
+"""Eight bits a value, and products of such values. This is the definition; on a GPU that multiplies
+in FP8 rows are quantised by triton_fp8.py and multiplied by cuBLAS.
+
+A matrix has a scale for each row, so that its largest value is the largest of the format. In
+bfloat16 the other operand, X or dY, is quantised likewise, token by token: no token's numbers
+depend on another's. In float32 and float16 only the weight is.
+"""
+
+import functools
+
+import torch
+
+from tlora.kernels.quantised.devices import device_rounds, has_products
+
+FORMAT = torch.float8_e4m3fn
+LARGEST = 448.0
+ALIGNMENT = 16
+"""Of both widths of a weight, where cuBLAS is to multiply it."""
+
+
+def quantise_rows(
+    parts: list[torch.Tensor], factors: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Matrices of the same rows side by side, their columns multiplied by `factors` if there are
+    any: FP8 [rows, columns of all], and float32 [rows]."""
+    if device_rounds(parts[0].device):
+        from tlora.kernels.quantised import triton_fp8
+
+        return triton_fp8.quantise_rows(parts, factors)
+    return quantise_rows_plainly(parts, factors)
+
+
+def quantise_rows_plainly(
+    parts: list[torch.Tensor], factors: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    values = torch.cat([part.detach().float() for part in parts], 1)
+    if factors is not None:
+        values = values * factors
+    most = values.abs().amax(1)
+    # Not `most > 0`: a row with a NaN in it stays one.
+    scales = torch.where(most == 0, 1.0, most / LARGEST)
+    return (values / scales[:, None]).clamp(-LARGEST, LARGEST).to(FORMAT), scales
+
+
+def dense(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (values.float() * scales[:, None]).to(dtype)
+
+
+def turned(weights: list[torch.Tensor]) -> torch.Tensor:
+    """Weights of one input [out_l, in] as [in, out of all], which products for dX read."""
+    # As bytes: not every operation knows the format.
+    return torch.cat([weight.view(torch.uint8).t() for weight in weights], 1).view(FORMAT)
+
+
+def multiplies(x: torch.Tensor, weights: list[torch.Tensor]) -> bool:
+    """Whether the product of these is one of FP8 values. A CPU computes what a GPU would."""
+    if weights[0].dtype != FORMAT or x.dtype != torch.bfloat16:
+        return False
+    aligned = all(size % ALIGNMENT == 0 for weight in weights for size in weight.shape)
+    return aligned and has_products(x.device)
+
+
+def linears(
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    scales: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+) -> list[torch.Tensor]:
+    """X W_l^T + bias_l."""
+    values, of_rows = quantise_rows([x])
+    y = [
+        product(values, weight, of_rows, scale, x.dtype)
+        for weight, scale in zip(weights, scales, strict=True)
+    ]
+    for y_l, bias in zip(y, biases, strict=True):
+        if bias is not None:
+            y_l += bias
+    return y
+
+
+def input_gradient(
+    dy: list[torch.Tensor], scales: list[torch.Tensor], turned: torch.Tensor
+) -> torch.Tensor:
+    """The sum of dY_l W_l, as one product. A weight's scales are those of the columns of dY, so
+    these are multiplied by them before they are quantised."""
+    values, of_rows = quantise_rows(dy, torch.cat(scales))
+    return product(values, turned, of_rows, _ones(len(turned), turned.device), dy[0].dtype)
+
+
+def product(left, right, of_left, of_right, dtype: torch.dtype) -> torch.Tensor:
+    """left [rows, inner] right [columns, inner]^T, both quantised by row."""
+    if left.device.type != "cuda":
+        return (left.float() @ right.float().t() * of_left[:, None] * of_right).to(dtype)
+    return torch._scaled_mm(
+        left,
+        right.t(),
+        scale_a=of_left[:, None],
+        scale_b=of_right[None],
+        out_dtype=dtype,
+        use_fast_accum=True,
+    )
+
+
+@functools.cache
+def _ones(count: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(count, device=device)
