@@ -88,7 +88,14 @@ jobs = st.builds(
 )
 runs = st.builds(
     RunSpec,
-    base=st.builds(BaseSpec, model=hub_ids, revision=st.none() | texts, dtype=choice(DType)),
+    base=st.builds(
+        BaseSpec,
+        model=hub_ids,
+        revision=st.none() | texts,
+        dtype=choice(DType),
+        # Not in FP8, which exact isolation refuses.
+        quantization=st.sampled_from(["none", "nf4"]),
+    ),
     jobs=st.lists(jobs, min_size=1, max_size=3, unique_by=lambda job: job.name).map(tuple),
     engine=st.builds(
         EngineSpec,

@@ -5,7 +5,7 @@ import pytest
 from tlora.config import load_spec
 from tlora.config.fields import ALIASES, JOB, PER_DEVICE, section_of, short
 from tlora.core.errors import SpecError
-from tlora.core.job import JobSpec
+from tlora.core.job import BaseSpec, JobSpec
 
 SAMPLES = {
     "lora.r": 7,
@@ -180,3 +180,47 @@ def test_values_of_other_tools_are_understood(
 ) -> None:
     """The field holds our word for them."""
     assert value_of(load(**fields), name) == expected
+
+
+def base_of(**fields: object) -> BaseSpec:
+    jobs = [{"name": "a", "data": "org/rows"}]
+    return load_spec({"base": {"model": "org/model", **fields}, "jobs": jobs}).base
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"quantization": "nf4"}, "nf4"),
+        ({"quantization": "fp8"}, "fp8"),
+        ({"load_in_4bit": True}, "nf4"),
+        ({"load_in_4bit": "true"}, "nf4"),
+        ({"load_in_4bit": False}, "none"),
+        ({"quantization_bit": 4}, "nf4"),
+        ({"quantization_bit": None}, "none"),
+        ({"quantization": False}, "none"),
+        ({}, "none"),
+    ],
+)
+def test_bases_in_four_bits_may_be_asked_for_in_the_words_of_others(
+    fields: dict[str, object], expected: str
+) -> None:
+    """Of bitsandbytes, Axolotl and LLaMA-Factory."""
+    assert base_of(**fields).quantization == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"quantization": "int3"}, "base.quantization"),
+        ({"quantization_bit": 8}, r"got 8 \(written as base\.quantization_bit\)"),
+        (
+            {"load_in_8bit": True},
+            "base.load_in_8bit: unknown key; eight bits are 'quantization: fp8'",
+        ),
+        ({"load_in_4bit": True, "quantization": "fp8"}, "base.quantization"),
+    ],
+)
+def test_bits_that_are_not_to_be_had_are_refused(fields: dict[str, object], message: str) -> None:
+    """With what there is instead."""
+    with pytest.raises(SpecError, match=message):
+        base_of(**fields)

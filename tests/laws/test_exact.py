@@ -1,8 +1,7 @@
 """`isolation: exact`: the same bits whoever shares the nano-batches."""
 
 import pytest
-import torch
-from support.curves import Curve, Watcher
+from support.curves import Curve, Watcher, same_bits
 from support.jobs import BY_NAME, ROWS, base_model
 
 from tlora.model.super_model import SuperModel
@@ -29,19 +28,6 @@ def train_exactly(names: tuple[str, ...], *, per_sequence: bool = True) -> dict[
     watcher = Watcher(engine)
     run_jobs(engine, drivers, watcher)
     return watcher.curves
-
-
-def same_bits(one: Curve, other: Curve) -> bool:
-    assert one.adapter.keys() == other.adapter.keys() != set()
-    return (
-        one.losses == other.losses
-        and one.grad_norms == other.grad_norms
-        and all(
-            torch.equal(one.adapter[path].a, other.adapter[path].a)
-            and torch.equal(one.adapter[path].b, other.adapter[path].b)
-            for path in one.adapter
-        )
-    )
 
 
 @pytest.fixture(scope="module")

@@ -66,6 +66,20 @@ def difference(one: Curve, other: Curve) -> Difference:
     )
 
 
+def same_bits(one: Curve, other: Curve) -> bool:
+    """Losses, gradient norms and adapter to the last bit."""
+    assert one.adapter.keys() == other.adapter.keys() != set()
+    return (
+        one.losses == other.losses
+        and one.grad_norms == other.grad_norms
+        and all(
+            torch.equal(one.adapter[path].a, other.adapter[path].a)
+            and torch.equal(one.adapter[path].b, other.adapter[path].b)
+            for path in one.adapter
+        )
+    )
+
+
 class Watcher:
     """An observer that records every job's curve."""
 

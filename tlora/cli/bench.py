@@ -47,6 +47,9 @@ def bench(
     device: Annotated[str, typer.Option(help=HELP["device"])] = DEFAULTS.device,
     threads: Annotated[int | None, typer.Option(help=HELP["threads"])] = DEFAULTS.threads,
     dtype: Annotated[str, typer.Option(help=HELP["dtype"])] = DEFAULTS.dtype,
+    quantization: Annotated[
+        str, typer.Option(metavar="none|fp8|nf4", help=HELP["quantization"])
+    ] = DEFAULTS.quantization,
     arms: Annotated[list[str] | None, several("arms", "ARM,..", DEFAULTS.arms)] = None,
     seconds: Annotated[int | None, typer.Option(help=HELP["seconds"])] = DEFAULTS.seconds,
     skip_peft: Annotated[bool, typer.Option("--skip-peft", help=HELP["skip_peft"])] = False,
@@ -74,6 +77,7 @@ def bench(
             "device": device,
             "threads": threads,
             "dtype": dtype,
+            "quantization": quantization,
             "arms": arms,
             "seconds": seconds,
             "skip_peft": skip_peft,

@@ -16,7 +16,7 @@ def check(file: JobFile, override: Overrides = None) -> None:
     from tlora.config import load_spec
 
     spec = load_spec(file, override or ())
-    print_lines([f"{file}: base {spec.base.model}, dtype {spec.base.dtype}, jobs {len(spec.jobs)}"])
+    print_lines([f"{file}: base {spec.base}, jobs {len(spec.jobs)}"])
     print_table(HEADER, [job_row(job) for job in spec.jobs])
 
     from tlora.runtime.checking import check_run

@@ -71,8 +71,23 @@ DTYPES = {
     "torch.float32": "float32",
 }
 
+RUN_ALIASES = {
+    "load_in_4bit": "base.quantization",
+    "quantization_bit": "base.quantization",
+}
+"""The same for fields of the file's top; accepted in the field's own section."""
+
+ABSENT = {
+    "load_in_8bit": "eight bits are 'quantization: fp8' here, four 'quantization: nf4'",
+}
+"""What other tools have and this one has not, and what to write instead."""
+
 OTHER_WORDS: dict[str, dict[object, object]] = {
     "base.dtype": {**DTYPES},
+    "base.quantization": {
+        **dict.fromkeys((True, "true", 4, "4"), "nf4"),
+        **dict.fromkeys((False, "false", None), "none"),
+    },
     "train.lr_scheduler_type": {"warmup_stable_decay": "wsd"},
     "train.max_steps": {-1: None, "-1": None},
     "lora.target_modules": {"all": "all-linear"},
@@ -152,6 +167,8 @@ def run_vocabulary() -> Vocabulary:
     sections: dict[str, dict[str, str]] = {"": {"base": "base", "engine": "engine"}}
     for name in known:
         sections.setdefault(section_of(name), {})[short(name)] = name
+    for alias, name in RUN_ALIASES.items():
+        sections[section_of(name)][alias] = name
     return Vocabulary(known, sections, {"base": "base.model"})
 
 
@@ -176,6 +193,8 @@ def unknown_key(key: str, vocabulary: Vocabulary, section: str) -> str:
         return f"unknown key; '{key}' makes this a sweep: tlora tune runs it"
     if vocabulary is JOB and key in RUN.sections[""]:
         return f"unknown key; '{key}' belongs at the top of the file"
+    if vocabulary is RUN and key in ABSENT:
+        return f"unknown key; {ABSENT[key]}"
     homes = [f"'{name}'" for name, keys in vocabulary.sections.items() if name and key in keys]
     if homes:
         return f"unknown key; '{key}' belongs in {' or '.join(homes)}"

@@ -36,6 +36,7 @@ RUN_FILES = (
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 OverLength = Literal["truncate", "drop", "raise"]
+Quantization = Literal["none", "fp8", "nf4"]
 Isolation = Literal["default", "exact"]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 Schedule = Literal[
@@ -97,6 +98,14 @@ class BaseSpec:
 
     dtype: DType = "auto"
     """Number format of the frozen weights; auto takes what the checkpoint says."""
+
+    quantization: Quantization = "none"
+    """Frozen linears in fewer bits: nf4 holds them in 4, as QLoRA does; fp8 in 8, and multiplies
+    bfloat16 in FP8."""
+
+    def __str__(self) -> str:
+        held = "" if self.quantization == "none" else f", quantization {self.quantization}"
+        return f"{self.model}, dtype {self.dtype}{held}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -476,6 +485,12 @@ class RunSpec:
 
     def __post_init__(self) -> None:
         require(bool(self.jobs), "jobs", "the file lists no jobs")
+        require(
+            self.base.quantization != "fp8" or self.engine.isolation != "exact",
+            "base.quantization",
+            "products in FP8 are not shown to keep their bits, which exact isolation needs; use "
+            "nf4 or none",
+        )
         seen: set[str] = set()
         for job in self.jobs:
             if job.name in seen:

@@ -12,12 +12,14 @@ from tlora.kernels import row_tiles
 from tlora.kernels.multi_lora import Ways, multi_lora
 from tlora.kernels.multi_lora.proving import prove_kernels, proven_ways
 from tlora.kernels.multi_lora.routes import inside_ways, operand_dtype
+from tlora.kernels.quantised import dense, fp8
 from tlora.model.compiling import in_shards
 from tlora.model.pool import GroupPool
+from tlora.model.quantised_linear import QuantisedLinear
 from tlora.model.routing import Routing
 from tlora.model.targets import Target
 
-Linear = nn.Linear | Conv1D
+Linear = nn.Linear | Conv1D | QuantisedLinear
 
 
 class SharedInput:
@@ -30,12 +32,24 @@ class SharedInput:
     def __init__(
         self, linears: list[Linear], numbers: list[int], pool: GroupPool, routing: Routing
     ) -> None:
-        self.weights: list[torch.Tensor] = [linear.weight for linear in linears]
-        self.biases: list[torch.Tensor | None] = [linear.bias for linear in linears]
         self.numbers = torch.tensor(numbers)
         self.pool = pool
         self.routing = routing
         self.transposed = pool.targets[0].transposed
+        self.dtype = activations_of(linears[0])
+        """Of activations."""
+
+        self.weights: list[torch.Tensor] = [_values(linear) for linear in linears]
+        """As they are kept."""
+
+        self.biases: list[torch.Tensor | None] = [linear.bias for linear in linears]
+        quantised = [linear for linear in linears if isinstance(linear, QuantisedLinear)]
+        self.scales = [linear.scales for linear in quantised] or None
+        self.turned: torch.Tensor | None = None
+        """Weights in FP8 once more: a GPU's product for dX reads them in this order only."""
+
+        if self.in_fp8 and routing.device.type == "cuda":
+            self.turned = fp8.turned(self.weights)
         self.tile_rows = 0
         """Rows of a tile where whole products would not keep their bits (row_probe.py)."""
 
@@ -46,6 +60,20 @@ class SharedInput:
         self._kept: torch.Tensor | None = None
         self._input: torch.Tensor | None = None
         self._ready: dict[int, torch.Tensor] = {}
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether frozen products round activations to FP8, too."""
+        like = torch.empty(0, dtype=self.dtype, device=self.routing.device)
+        return self.scales is not None and fp8.multiplies(like, self.weights)
+
+    def full_weights(self) -> list[torch.Tensor]:
+        """[out, in], for products of activations; quantised ones made anew."""
+        if self.scales is None:
+            return [weight.T if self.transposed else weight for weight in self.weights]
+        shapes = [(target.out_features, target.in_features) for target in self.pool.targets]
+        kept = zip(self.weights, self.scales, shapes, strict=True)
+        return [dense(*each, self.dtype) for each in kept]
 
     def output(self, index: int, x: torch.Tensor) -> torch.Tensor:
         if index == 0:
@@ -82,6 +110,8 @@ class SharedInput:
             tile_rows=self.tile_rows,
             kept=kept,
             keep=keep,
+            scales=self.scales,
+            turned=self.turned,
         )
         if keep:
             *outputs, self._kept = outputs
@@ -89,12 +119,12 @@ class SharedInput:
 
 
 class LoraLinear(nn.Module):
-    """One linear of a group; the frozen weight stays where the model had it."""
+    """One linear of a group; what is frozen stays where the model had it."""
 
     def __init__(self, linear: Linear, index: int, group: SharedInput) -> None:
         super().__init__()
-        self.weight = linear.weight
-        self.bias = linear.bias
+        self._parameters.update(linear._parameters)
+        self._buffers.update(linear._buffers)
         self.index = index
         self.group = group
 
@@ -137,7 +167,7 @@ def replace_linears(
     for paths in grouped:
         linears = [cast(Linear, model.get_submodule(path)) for path in paths]
         own = [targets[path] for path in paths]
-        operands = operand_dtype(routing.device, linears[0].weight.dtype, len(paths))
+        operands = operand_dtype(routing.device, activations_of(linears[0]), len(paths))
         inside = () if apart else _inside(linears, own, routing.device, operands)
         pool = GroupPool(own, reserve_rows, routing.device, operands, inside)
         group = SharedInput(linears, [numbers[path] for path in paths], pool, routing)
@@ -158,7 +188,16 @@ def _prove_kernels(
     if grouped:
         first = cast(Linear, model.get_submodule(grouped[0][0]))
         shapes = {_shape([targets[path] for path in paths]) for paths in grouped}
-        prove_kernels(device, first.weight.dtype, shapes)
+        prove_kernels(device, activations_of(first), shapes)
+
+
+def activations_of(linear: Linear) -> torch.dtype:
+    """What it is given, and gives."""
+    return linear.dtype if isinstance(linear, QuantisedLinear) else linear.weight.dtype
+
+
+def _values(linear: Linear) -> torch.Tensor:
+    return linear.values if isinstance(linear, QuantisedLinear) else linear.weight
 
 
 def _shape(targets: list[Target]) -> tuple[int, tuple[int, ...]]:
@@ -181,6 +220,9 @@ def _inside(
 ) -> Ways:
     """Which products of these linears may take the adapters' update."""
     into, outs = shape = _shape(targets)
+    if _values(linears[0]).dtype == fp8.FORMAT:
+        # Products of FP8 come first, and the update is added to them.
+        return ()
     ways = inside_ways(device, operands, into, outs)
     # Nothing adds a bias there.
     biased = any(linear.bias is not None for linear in linears)

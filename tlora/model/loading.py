@@ -12,6 +12,7 @@ from tlora.core.errors import ModelError
 from tlora.core.job import BaseSpec
 from tlora.model.memory import is_out_of_memory
 from tlora.model.probe import check_layer_types
+from tlora.model.quantising import quantise_linears
 
 
 def resolve_device(device: str) -> torch.device:
@@ -50,7 +51,8 @@ def context_length(config: PretrainedConfig) -> int | None:
 
 
 def load_base(base: BaseSpec, device: torch.device) -> PreTrainedModel:
-    """The model with its weights, in safetensors only: other formats run code when read."""
+    """The model with its weights, in safetensors only: other formats run code when read. Linears
+    are quantised if that is asked for."""
     load_config(base)
     dtype = "auto" if base.dtype == "auto" else getattr(torch, base.dtype)
     model, report = _from_pretrained(
@@ -68,6 +70,8 @@ def load_base(base: BaseSpec, device: torch.device) -> PreTrainedModel:
             f"base.model: {base.model} lacks {len(wrong)} weights or has them in another "
             f"shape than its config.json says; the first is {min(wrong)}"
         )
+    if base.quantization != "none":
+        quantise_linears(model, base.quantization, device)
     return model.to(device)
 
 

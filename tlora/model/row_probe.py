@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from tlora.core.errors import SpecError
@@ -155,12 +154,17 @@ def frozen_products(model: SuperModel) -> Iterator[Product]:
     # A list, for tiles take their place among the modules.
     for path, module in list(model.model.named_modules()):
         is_head = head is not None and module is model.model.get_output_embeddings()
-        if isinstance(module, (nn.Linear, Conv1D)) and not is_head:
+        if isinstance(module, Linear) and not is_head:
             yield _linear_product(model, path, module)
 
 
 def _group_product(group: SharedInput) -> Product:
-    weights = [weight.T if group.transposed else weight for weight in group.weights]
+    if group.in_fp8:
+        raise SpecError(
+            "exact isolation cannot be had of products in FP8; use base.quantization: nf4 or none",
+            field="engine.isolation",
+        )
+    weights = group.full_weights()
     outs = [weight.shape[0] for weight in weights]
     into = weights[0].shape[1]
 

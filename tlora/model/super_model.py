@@ -43,6 +43,7 @@ from tlora.model.probe import (
     own_logits,
     probe_sequences,
 )
+from tlora.model.quantising import restore_linears
 from tlora.model.rank_rows import RowViews
 from tlora.model.recomputing import recompute_layers
 from tlora.model.rope import separate_sequences
@@ -106,7 +107,7 @@ class SuperModel:
         # Before anything is compiled or captured: the kernels keep their settings from here on.
         settle_kernels(
             self.device,
-            self._groups[0].weights[0].dtype,
+            self._groups[0].dtype,
             {
                 (group[0].in_features, tuple(target.out_features for target in group))
                 for group in (pool.targets for pool in self.pools)
@@ -331,8 +332,9 @@ class SuperModel:
 
     def _take_over(self, reserve_rows: int) -> None:
         """Put the pooled linears and the packed attention in; what comes out must stay the same."""
-        own = own_logits(self.model)
         grouped, left_out = find_groups(self.model, self.targets)
+        restore_linears(self.model, left_out)
+        own = own_logits(self.model)
         self._left_out = left_out | head_left_out(self.model)
         self._groups = replace_linears(
             self.model, grouped, self.targets, self.routing, reserve_rows=reserve_rows

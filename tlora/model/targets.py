@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from tlora.core.errors import SpecError
 from tlora.core.job import JobSpec
 from tlora.model.adapters import AdapterWeights
+from tlora.model.quantised_linear import QuantisedLinear
 
 OUTPUT_HEAD = "is the output head"
 
@@ -36,7 +37,10 @@ def find_targets(model: PreTrainedModel) -> dict[str, Target]:
     head = model.get_output_embeddings()
     targets = {}
     for path, module in model.named_modules():
-        if module is head or not isinstance(module, nn.Linear | Conv1D):
+        if module is head or not isinstance(module, nn.Linear | Conv1D | QuantisedLinear):
+            continue
+        if isinstance(module, QuantisedLinear):
+            targets[path] = Target(path, module.in_features, module.out_features, False)
             continue
         transposed = isinstance(module, Conv1D)
         weight: torch.Tensor = module.weight

@@ -8,6 +8,7 @@ from tlora.core.job import BaseSpec, JobSpec, RunSpec
 from tlora.data.prepare import PreparedData, Preparer
 from tlora.model.loading import context_length, load_shape, load_tokenizer, resolve_device
 from tlora.model.peft_format import AdapterFile, read_adapter
+from tlora.model.quantising import check_quantisable
 from tlora.model.targets import Target, choose_targets, find_targets
 from tlora.runtime.budget import nano_batch_tokens
 from tlora.runtime.data_lines import idle_settings
@@ -45,6 +46,7 @@ def preference_line(job: JobSpec) -> str:
 
 
 def check_targets(spec: RunSpec, targets: dict[str, Target]) -> None:
+    check_quantisable(spec.base, targets)
     for job in spec.jobs:
         choose_targets(job, targets)
         check_start(job, targets)

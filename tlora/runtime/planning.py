@@ -22,6 +22,7 @@ from tlora.costs.layout import BaseLayout
 from tlora.costs.profile import Profile, find_profile, shipped_profiles
 from tlora.costs.rounds import Kernel
 from tlora.model.loading import context_length, load_shape, resolve_device
+from tlora.model.quantising import saved_bytes
 from tlora.model.targets import find_targets
 from tlora.runtime.assumed import assumed_profile
 from tlora.runtime.benchmark.machine import device_name
@@ -132,11 +133,14 @@ class Ground:
     exact: bool
     """Bits count: no job may span ranks, and no base be in shards."""
 
+    whole: bool
+    """No base may be in shards: its linears are quantised."""
+
     def planner(self, gpus: int, *, per_node: int = 8) -> Planner:
         """For so many GPUs, and for what would fit on more."""
         cluster = cluster_of(self.device_type, max(gpus, MOST_NAMED), per_node=per_node)
         costs = new_costs(self.chosen.profile, self.requests, cluster)
-        return Planner(costs, self.requests, layout=self.layout, exact=self.exact)
+        return Planner(costs, self.requests, layout=self.layout, exact=self.exact, whole=self.whole)
 
 
 def look_into(
@@ -162,6 +166,7 @@ def look_into(
         chosen=chosen,
         layout=layout_of(shape, name=chosen.profile.shape, itemsize=_itemsize(chosen.profile)),
         exact=spec.engine.isolation == "exact",
+        whole=spec.base.quantization != "none",
     )
 
 
@@ -178,6 +183,7 @@ def plan_run(
         policy=policy,
         layout=ground.layout,
         exact=ground.exact,
+        whole=ground.whole,
     )
 
 
@@ -190,6 +196,7 @@ def plan_requests(
     settings: Settings | None = None,
     layout: BaseLayout | None = None,
     exact: bool = False,
+    whole: bool = False,
 ) -> RunPlan:
     """What the policy decides with all of them there at once and nothing running, and how each of
     its groups, or all jobs as one group, could be laid over their GPUs."""
@@ -213,7 +220,9 @@ def plan_requests(
         jobs=tuple(_planned_job(each, state, costs, rates, fair) for each in requests),
         decisions=tuple(decisions),
         refused=tuple(name for name, how in state.outcomes.items() if how == "refused"),
-        one_group=Planner(costs, requests, layout=layout, exact=exact).choose(len(cluster))
+        one_group=Planner(costs, requests, layout=layout, exact=exact, whole=whole).choose(
+            len(cluster)
+        )
         if len(cluster) > 1
         else None,
     )
@@ -239,13 +248,13 @@ def choose_profile(spec: RunSpec, asked: str | None, device: torch.device) -> Ch
     if asked is not None:
         found = find_profile(asked)
         _check_fits(found, shape, asked)
-        return ChosenProfile(_sized(found, spec), f"{asked}, as asked for")
+        return ChosenProfile(_of_run(found, spec, shape), f"{asked}, as asked for")
     for title, found in shipped_profiles().items():
         same_device = found.device == device_name(device) or (
             device.type == "cpu" and found.device.startswith("cpu")
         )
         if same_device and found.parameters_per_rank == widths(shape.targets):
-            return ChosenProfile(_sized(found, spec), f"{title}, which comes with tlora")
+            return ChosenProfile(_of_run(found, spec, shape), f"{title}, which comes with tlora")
     budget = default_budget(device, shape.parameters)
     found = assumed_profile(
         shape,
@@ -257,7 +266,7 @@ def choose_profile(spec: RunSpec, asked: str | None, device: torch.device) -> Ch
         recomputed=spec.engine.gradient_checkpointing,
     )
     return ChosenProfile(
-        _sized(found, spec),
+        _of_run(found, spec, shape),
         "assumed from the base's shape: times are rough; `tlora profile` measures them",
     )
 
@@ -273,6 +282,16 @@ def _check_fits(profile: Profile, shape: Shape, asked: str) -> None:
             "one with `tlora profile --shape`",
             field="--profile",
         )
+
+
+def _of_run(profile: Profile, spec: RunSpec, shape: Shape) -> Profile:
+    """Profiles are of weights in full; what quantised ones change of the time is not known."""
+    how = spec.base.quantization
+    if how != "none":
+        saved = saved_bytes(shape.targets, how, shape.dtype.itemsize)
+        weights = profile.memory.weights_bytes - saved
+        profile = replace(profile, memory=replace(profile.memory, weights_bytes=weights))
+    return _sized(profile, spec)
 
 
 def _sized(profile: Profile, spec: RunSpec) -> Profile:

@@ -47,14 +47,10 @@ def check_unchanged(directory: RunDirectory, spec: RunSpec) -> tuple[JobSpec, ..
         raise SpecError(
             f"--output: {path} cannot be read ({error}); add --fresh to start over"
         ) from error
-    if (old.base.model, old.base.revision, old.base.dtype) != (
-        spec.base.model,
-        spec.base.revision,
-        spec.base.dtype,
-    ):
+    if old.base != spec.base:
         raise SpecError(
-            f"{directory.root} was started with base {old.base.model} ({old.base.dtype}); name "
-            "another --output, or add --fresh to start over",
+            f"{directory.root} was started with base {old.base}; name another "
+            "--output, or add --fresh to start over",
             field="base",
         )
     for field in engine_changes(old.engine, spec.engine):

@@ -208,7 +208,7 @@ def room_beside(
         views = [view for view in (prepared.train, prepared.evaluation) if view is not None]
         tokens = max(tokens, *(int(view.lengths.max()) for view in views))
     recompute = spec.engine.gradient_checkpointing
-    return room_bytes(shape, device, budget_tokens=tokens, recompute=recompute)
+    return room_bytes(spec.base, shape, device, budget_tokens=tokens, recompute=recompute)
 
 
 def load_super_model(
@@ -260,6 +260,7 @@ def describe_run(spec: RunSpec, device: torch.device, proof: Exactness | None) -
     return {
         "v": 1,
         "base": spec.base.model,
+        "quantization": spec.base.quantization,
         "jobs": [job.name for job in spec.jobs],
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "isolation": spec.engine.isolation,

@@ -108,14 +108,16 @@ class Planner:
         layout: BaseLayout | None = None,
         weights: Sequence[float] | None = None,
         exact: bool = False,
+        whole: bool = False,
     ) -> None:
         """`exact`: bits count. No job may span ranks, for a sum over them has bits of its own, and
-        no base be in shards, where nothing shows them."""
+        no base be in shards, where nothing shows them. `whole`: no base may be in shards."""
         self.costs = costs
         self.requests = tuple(requests)
         self.layout = layout or NAMED.get(costs.profile(requests[0].base).shape)
         self.weights = tuple(weights or (request.load.weight for request in requests))
         self.exact = exact
+        self.whole = whole or exact
 
     def price(self, plan: Plan, gpus: Sequence[int] | None = None) -> PlanPrice:
         return price_plan(
@@ -179,7 +181,7 @@ class Planner:
 
     @property
     def may_shard(self) -> bool:
-        return self.layout is not None and not self.exact
+        return self.layout is not None and not self.whole
 
     def sizes(self) -> list[int]:
         """Of nano-batches."""

@@ -1,9 +1,20 @@
 """The arms of a benchmark and their order."""
 
 import pytest
+from torch import nn
 
 from tlora.runtime.benchmark.arms import draw_adapters
-from tlora.runtime.benchmark.lineup import COMPILED, FUSED, NAMES, ONE_AT_A_TIME, OWN, PLAIN, Lineup
+from tlora.runtime.benchmark.linears import measure
+from tlora.runtime.benchmark.lineup import (
+    COMPILED,
+    FUSED,
+    NAMES,
+    ONE_AT_A_TIME,
+    OWN,
+    PLAIN,
+    Lineup,
+    new_lineup,
+)
 from tlora.runtime.benchmark.rounds import LeftOut, Run
 from tlora.runtime.benchmark.settings import ARMS, Settings
 from tlora.runtime.benchmark.steadiness import Graphs
@@ -78,3 +89,17 @@ def test_layouts_are_compared_only_where_the_plain_backbone_is_measured(
     assert lineup.faster_layout() == "packed" and ran == ["padded", "packed"]
     lineup._faster, lineup.settings = None, Settings(budget=64, arms=("compiled",))
     assert lineup.faster_layout() == "padded" and len(ran) == 2
+
+
+@pytest.mark.parametrize("how", ["nf4", "fp8"])
+def test_our_linears_may_be_held_in_fewer_bits(how: str, plain, work) -> None:
+    """Ours alone: what we are compared with keeps its weights. They train, and their cost over
+    linears in full is measured."""
+    paths = {path for path, module in plain.named_modules() if isinstance(module, nn.Linear)}
+    settings = Settings(budget=64, quantization=how, skip_compile=True)
+    lineup = new_lineup(settings, plain, work, until=float("inf"))
+    assert lineup.ours.groups[0].scales is not None
+    assert all(isinstance(plain.get_submodule(path), nn.Linear) for path in paths)
+    assert lineup.fused().done.tokens == work.tokens
+    times = measure(lineup.ours, work, budget_tokens=64, copy_bytes_per_s=1e9)
+    assert len(times) == 4 and all(each.ms_frozen > 0 for each in times)

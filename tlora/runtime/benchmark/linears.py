@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from tlora.core.sequence import TokenSequence
-from tlora.model.linear import Linear
+from tlora.model.linear import LoraLinear
 from tlora.model.packing import PackedBatch, Share, pack
 from tlora.model.super_model import SuperModel
 from tlora.model.targets import Target
@@ -126,7 +126,7 @@ def _time_group(
 ) -> LinearTime:
     in_features = targets[0].in_features
     out_features = sum(target.out_features for target in targets)
-    linears = [cast(Linear, model.model.get_submodule(target.path)) for target in targets]
+    linears = [cast(LoraLinear, model.model.get_submodule(target.path)) for target in targets]
     dtype, device, tokens = model.model.dtype, model.device, batch.num_rows
     generator = torch.Generator(device=device).manual_seed(0)
 
@@ -136,10 +136,13 @@ def _time_group(
     x = random(in_features).requires_grad_(True)
     dy = [random(target.out_features) for target in targets]
 
+    group = linears[0].group
+    # Quantised ones unpacked before the clock runs: it is products in full that are compared with.
+    weights = group.full_weights()
+
     def frozen() -> None:
         outputs = [
-            F.linear(x, linear.weight.T if target.transposed else linear.weight, linear.bias)
-            for linear, target in zip(linears, targets, strict=True)
+            F.linear(x, weight, bias) for weight, bias in zip(weights, group.biases, strict=True)
         ]
         torch.autograd.grad(outputs, x, dy)
 

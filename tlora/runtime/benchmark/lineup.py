@@ -228,7 +228,8 @@ def new_lineup(
     """Of a super-model over a twin of the model, which shares its weights."""
     # Rows for all jobs and one more, so that no pool grows under the clock.
     reserve = work.total_rank + max(job.lora.r for job in work.jobs)
-    ours = SuperModel(shapes.twin(model), reserve_rows=reserve, compiled=not settings.skip_compile)
+    own = shapes.twin(model, quantization=settings.quantization)
+    ours = SuperModel(own, reserve_rows=reserve, compiled=not settings.skip_compile)
     return Lineup(
         settings=settings,
         model=model,

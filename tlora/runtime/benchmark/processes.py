@@ -99,7 +99,8 @@ def serve(pipe: Connection, settings: Settings, number: int, count: int) -> None
     model = shapes.load(shape, device)
     ranks = sum(job.lora.r for job in work.jobs)
     # Compiled layers are for one process: it is fused products that are compared here.
-    ours = SuperModel(shapes.twin(model), reserve_rows=max(1, ranks))
+    own = shapes.twin(model, quantization=settings.quantization)
+    ours = SuperModel(own, reserve_rows=max(1, ranks))
     adapters = draw_adapters(ours, work.jobs)
     peft: PeftJobs | None = None
     pipe.send("ready")

@@ -41,6 +41,7 @@ def record(result: Result, command: str) -> dict[str, object]:
             "dropout": settings.dropout,
             "nano_batch_tokens": settings.budget,
             "dtype": str(result.shape.dtype).removeprefix("torch."),
+            "quantization": settings.quantization,
             "threads": settings.threads,
             "tokens": result.work.tokens,
             "repeats": settings.repeats,

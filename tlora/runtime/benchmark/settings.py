@@ -20,6 +20,7 @@ SEVERAL = ("ranks", "batch", "arms")
 """Options that take a list."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("none", "fp8", "nf4")
 
 HELP = {
     "shape": "llama-8b, llama-1b (random weights), demo (the base that comes with tlora), or a "
@@ -38,6 +39,8 @@ HELP = {
     "threads": "CPU threads. Default: as many as torch takes.",
     "dtype": "Number format of the frozen weights: auto, float32, bfloat16 or float16. auto: "
     "a model's own; for the llama shapes bfloat16 on CUDA, else float32.",
+    "quantization": "Our linears in fewer bits: none, fp8 or nf4. The frozen backbone as it is and "
+    "with compiled layers, and PEFT, stay in full.",
     "arms": "What to measure: fused, own (our backbone with no adapters), compiled (the frozen "
     "backbone with compiled layers), one-at-a-time, plain (the frozen backbone as it is), peft, "
     "processes (on a CPU: fused and PEFT again, a process of one thread for each thread). fused is "
@@ -67,6 +70,7 @@ class Settings:
     device: str = "auto"
     threads: int | None = None
     dtype: str = "auto"
+    quantization: str = "none"
     arms: tuple[str, ...] = ARMS
     seconds: int | None = None
     skip_peft: bool = False
@@ -83,6 +87,11 @@ class Settings:
         require(0 <= self.dropout < 1, "dropout", f"must be in [0, 1), got {self.dropout}")
         require(
             self.dtype in DTYPES, "dtype", f"must be one of {', '.join(DTYPES)}, got {self.dtype}"
+        )
+        require(
+            self.quantization in QUANTIZATIONS,
+            "quantization",
+            f"must be one of {', '.join(QUANTIZATIONS)}, got {self.quantization}",
         )
         for name in self.arms:
             known = ", ".join(ARMS)

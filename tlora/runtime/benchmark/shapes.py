@@ -17,6 +17,7 @@ from tlora.core.errors import SpecError
 from tlora.core.job import BaseSpec
 from tlora.model.loading import context_length, load_base, load_shape
 from tlora.model.memory import activation_bytes
+from tlora.model.quantising import quantise_linears
 from tlora.model.targets import Target, find_targets
 from tlora.runtime.benchmark.machine import free_bytes
 
@@ -140,10 +141,14 @@ def load(shape: Shape, device: torch.device) -> PreTrainedModel:
     return model.to(device).eval()
 
 
-def twin(model: PreTrainedModel) -> PreTrainedModel:
-    """Another model over the same weights: arms change modules and attention, not weights."""
+def twin(model: PreTrainedModel, *, quantization: str = "none") -> PreTrainedModel:
+    """Another model over the same weights: arms change modules and attention, not weights. Its
+    linears may be held in fewer bits, of their own then."""
     shared = {id(parameter): parameter for parameter in model.parameters()}
-    return copy.deepcopy(model, shared)
+    found = copy.deepcopy(model, shared)
+    if quantization != "none":
+        quantise_linears(found, quantization, model.device)  # type: ignore[arg-type]
+    return found
 
 
 def _config(name: str) -> LlamaConfig:

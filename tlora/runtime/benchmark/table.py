@@ -53,6 +53,8 @@ def title(result: Result) -> list[str]:
     assert settings.steps is not None, "settings are resolved"
     steps = number_of(settings.steps, "step")
     dtype = str(result.shape.dtype).removeprefix("torch.")
+    if settings.quantization != "none":
+        dtype += f" (ours {settings.quantization})"
     ranks, batch = (",".join(map(str, each)) for each in (settings.ranks, settings.batch))
     return wrapped(
         f"{result.shape.name} in {dtype} on {device_name(result.device)}: {settings.jobs} jobs, "

@@ -56,7 +56,7 @@ def newcomers(run: RunSpec, asked: RunSpec, *, root: Path) -> tuple[JobSpec, ...
 
 
 def check_base(run: BaseSpec, asked: BaseSpec, root: Path) -> None:
-    for field in ("model", "revision", "dtype"):
+    for field in ("model", "revision", "dtype", "quantization"):
         ours, theirs = getattr(run, field), getattr(asked, field)
         if ours != theirs:
             raise SpecError(

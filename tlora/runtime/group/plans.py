@@ -36,4 +36,10 @@ def check_plan(plan: Plan, spec: RunSpec, *, world: int | None = None) -> tuple[
                 "on whole matrices, which no rank has here: use replicas with fsdp: 1",
                 field="plan.fsdp",
             )
+    if spec.base.quantization != "none" and plan.fsdp > 1:
+        raise SpecError(
+            f"weights in {spec.base.quantization} are not laid over GPUs in shards; use a plan "
+            "with fsdp: 1, or leave quantization out",
+            field="base.quantization",
+        )
     return notes

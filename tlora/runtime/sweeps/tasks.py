@@ -241,7 +241,7 @@ def look_ahead(
     )
     budget = nano_batch_tokens(outset.run, device, outset.data, shape.num_parameters())
     recompute = first.engine.gradient_checkpointing
-    room = room_bytes(shape, device, budget_tokens=budget, recompute=recompute)
+    room = room_bytes(first.base, shape, device, budget_tokens=budget, recompute=recompute)
     return replace(outset, budget=budget, room=room)
 
 

@@ -145,9 +145,8 @@ def look_ahead(spec: SweepSpec, turns: list[StudyTurn]) -> Outset:
     run = spec.run(tuple(each.job for each in sized.values()))
     data = {name: each.data for name, each in sized.items()}
     budget = nano_batch_tokens(run, device, data, shape.num_parameters())
-    room = room_bytes(
-        shape, device, budget_tokens=budget, recompute=spec.engine.gradient_checkpointing
-    )
+    recompute = spec.engine.gradient_checkpointing
+    room = room_bytes(spec.base, shape, device, budget_tokens=budget, recompute=recompute)
     return Outset(spec, device, maker, made, sized, run, budget, room)
 
 
