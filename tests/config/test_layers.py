@@ -224,3 +224,16 @@ def test_bits_that_are_not_to_be_had_are_refused(fields: dict[str, object], mess
     """With what there is instead."""
     with pytest.raises(SpecError, match=message):
         base_of(**fields)
+
+
+@pytest.mark.parametrize(
+    ("key", "section"), [("dtype", "base"), ("load_in_4bit", "base"), ("device", "engine")]
+)
+def test_what_all_jobs_share_is_sent_to_its_section(key: str, section: str) -> None:
+    """From a job, from the defaults, and from the top of the file."""
+    where = f"'{key}' belongs in '{section}'"
+    for refused in (lambda: load(**{key: 1}), lambda: load_over({key: 1})):
+        with pytest.raises(SpecError, match=f"{where}, at the top of the file"):
+            refused()
+    with pytest.raises(SpecError, match=where):
+        load_spec({"base": "org/model", key: 1, "jobs": [{"name": "a", "data": "org/rows"}]})

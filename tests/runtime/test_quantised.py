@@ -50,6 +50,8 @@ def test_jobs_train_on_it_and_leave_ordinary_adapters(how: str, base, rows, tmp_
     found = tlora.train(spec_of(base, rows, how), output=tmp_path / how)
     assert not found.failed
     assert json.loads((tmp_path / how / "run.json").read_text())["quantization"] == how
+    assert f", linears in {how}" in (tmp_path / how / "report.html").read_text()
+    assert ", linears in" not in (tmp_path / "plain" / "report.html").read_text()
     for job in "ab":
         files = sorted(path.name for path in (tmp_path / how / job / "adapter").iterdir())
         assert files == ["README.md", "adapter_config.json", "adapter_model.safetensors"]

@@ -193,8 +193,11 @@ def unknown_key(key: str, vocabulary: Vocabulary, section: str) -> str:
         return f"unknown key; '{key}' makes this a sweep: tlora tune runs it"
     if vocabulary is JOB and key in RUN.sections[""]:
         return f"unknown key; '{key}' belongs at the top of the file"
-    if vocabulary is RUN and key in ABSENT:
+    if key in ABSENT:
         return f"unknown key; {ABSENT[key]}"
+    above = [name for name, keys in RUN.sections.items() if name and key in keys]
+    if vocabulary is JOB and above:
+        return f"unknown key; '{key}' belongs in '{above[0]}', at the top of the file"
     homes = [f"'{name}'" for name, keys in vocabulary.sections.items() if name and key in keys]
     if homes:
         return f"unknown key; '{key}' belongs in {' or '.join(homes)}"
