@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support import loading_runner, rank_shards
 from support.ranks import Ranks
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -79,9 +80,27 @@ def test_a_checkpoint_that_does_not_fit_is_refused(spoil, message: str, tmp_path
         shard_loading._fill_parameters(model.to_empty(device="cpu"), files)
 
 
-def _rename(path: Path, name: str) -> None:
-    from safetensors.torch import load_file, save_file
+def test_buffers_that_are_saved_are_read(tmp_path: Path) -> None:
+    """They are learnt, and the model would make them anew; in no file they are refused."""
+    rank_shards.save_variant("plain", tmp_path)
+    learnt = torch.arange(1.0, 5.0)
 
+    def with_buffer() -> LlamaForCausalLM:
+        model = shard_loading.load_shape(BaseSpec(model=str(tmp_path)))
+        model.model.layers[0].mlp.register_buffer("bias", torch.zeros(4))
+        return model.to_empty(device="cpu")
+
+    files = shard_loading._files_of(tmp_path)
+    with pytest.raises(ModelError, match=r"no weight named model\.layers\.0\.mlp\.bias"):
+        shard_loading._fill_parameters(with_buffer(), files)
+    save_file({"model.layers.0.mlp.bias": learnt}, tmp_path / "bias.safetensors")
+    files["model.layers.0.mlp.bias"] = tmp_path / "bias.safetensors"
+    model = with_buffer()
+    shard_loading._fill_parameters(model, files)
+    assert torch.equal(model.get_buffer("model.layers.0.mlp.bias"), learnt)
+
+
+def _rename(path: Path, name: str) -> None:
     weights = load_file(path / "model.safetensors")
     weights[f"{name}.old"] = weights.pop(name)
     save_file(weights, path / "model.safetensors")

@@ -2,12 +2,12 @@
 rank's part of every weight read from the checkpoint's files."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -70,7 +70,7 @@ def _dtype(base: BaseSpec, config: PretrainedConfig) -> torch.dtype:
 
 @torch.no_grad()
 def _fill_buffers(model: PreTrainedModel) -> None:
-    """They are in no file: the model computes them, each as it does when it is made."""
+    """Most are in no file: the model computes them, each as it does when it is made."""
     for module in model.modules():
         if any(True for _ in module.buffers(recurse=False)):
             for _, buffer in module.named_buffers(recurse=False):
@@ -86,8 +86,8 @@ def _fill_buffers(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _fill_parameters(model: PreTrainedModel, files: dict[str, Path]) -> None:
-    by_file: dict[Path, list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in model.named_parameters():
+    by_file: dict[Path, list[tuple[str, torch.Tensor]]] = {}
+    for name, parameter in [*model.named_parameters(), *_saved_buffers(model)]:
         if name not in files:
             raise ModelError(
                 f"base.model: {model.config._name_or_path or 'the checkpoint'} has no weight named "
@@ -101,7 +101,15 @@ def _fill_parameters(model: PreTrainedModel, files: dict[str, Path]) -> None:
                 _fill(name, parameter, file.get_slice(name))
 
 
-def _fill(name: str, parameter: nn.Parameter, stored: Any) -> None:
+def _saved_buffers(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """A correction of a router, say: what it is made with is not what was learnt."""
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
+
+
+def _fill(name: str, parameter: torch.Tensor, stored: Any) -> None:
     """`stored` is read where it is sliced, and nowhere else."""
     if list(parameter.shape) != list(stored.get_shape()):
         raise ModelError(
