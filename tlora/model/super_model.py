@@ -152,10 +152,13 @@ class SuperModel:
     def pools(self) -> list[GroupPool]:
         return self.adapter_rows.pools
 
-    def new_adapter(self, job: JobSpec) -> AdapterWeights:
-        """The start of a job's adapter. Raises SpecError for a job that asks for linears which
-        cannot carry one."""
+    def check_reach(self, job: JobSpec) -> None:
+        """Raises SpecError for a job that asks for linears which cannot carry an adapter."""
         check_reach(job, self.targets, self._left_out)
+
+    def new_adapter(self, job: JobSpec) -> AdapterWeights:
+        """The start of a job's adapter. Raises as `check_reach`."""
+        self.check_reach(job)
         return {
             target.path: new_pair(
                 target.path,

@@ -114,8 +114,10 @@ def _train(opening: Opening, device: torch.device, progress: Progress) -> RunRes
         progress.say(proof.line)
     starts = {job.name: adapter_start(job, model) for job in here}
     for each in places.waiting:
-        if each.job.init_from is not None:
-            # What is wrong with it is told now.
+        # What is wrong with a job is told now.
+        if each.job.init_from is None:
+            model.check_reach(each.job)
+        else:
             adapter_start(each.job, model)
 
     tuned = tuning(spec, device, budget=budget, fits=room_for_tokens(spec, model))

@@ -332,6 +332,18 @@ def test_nano_batches_keep_their_room(spec: RunSpec, monkeypatch: pytest.MonkeyP
     assert room(8192, 100, 8192) == 8192
 
 
+def test_what_is_wrong_with_a_job_that_waits_is_told_before_anybody_trains(
+    spec: RunSpec, tmp_path: Path
+) -> None:
+    """Only the model itself says that the output head carries no adapter."""
+    first, second = only(spec, "first", "second").jobs
+    wrong = replace(second, lora=replace(second.lora, target_modules=r".*q_proj|lm_head"))
+    output = tmp_path / "run"
+    with pytest.raises(SpecError, match=r"'second'.*lm_head is the output head"):
+        tlora.train(limited(replace(spec, jobs=(first, wrong)), 1), output=output)
+    assert not (output / "first").exists()
+
+
 @pytest.mark.parametrize("most", [0, -1])
 def test_a_number_below_one_is_refused(base: Path, rows: Path, most: int) -> None:
     file = job_file(base, {"name": "a", "data": {"path": str(rows)}}, engine={"max_parallel": most})
