@@ -158,7 +158,7 @@ class ProgressLines:
             f"{driver.name} {driver.step}/{driver.total_steps}"
             + (f" loss {driver.loss:.3f}" if driver.loss is not None else "")
             for driver in self._drivers
-            if driver.step < driver.total_steps and driver.status is not Status.WAITING
+            if driver.step < driver.total_steps and driver.status is Status.RUNNING
         ]
         more = f" (+{len(parts) - 6} more)" if len(parts) > 6 else ""
         if waiting := sum(driver.status is Status.WAITING for driver in self._drivers):

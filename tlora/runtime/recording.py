@@ -51,6 +51,9 @@ class Recorder:
         """By job: what its checkpoints say of its data."""
 
         self._drivers: dict[str, JobDriver] = {}
+        self._waiting: dict[str, JobDriver] = {}
+        """Jobs without a place, as views know them."""
+
         self._unrecorded: set[str] = set()
         """Jobs of which something has happened that did not reach the disk in full: what is
         recorded of them later does not make them whole."""
@@ -96,6 +99,7 @@ class Recorder:
 
     def _waits(self, driver: JobDriver, why: str | None = None) -> None:
         driver.status, driver.reason = Status.WAITING, why
+        self._waiting[driver.name] = driver
         self.directory.event("waits", job=driver.name, why=why)
 
     def join(self, driver: JobDriver, *, since: float) -> None:
@@ -105,6 +109,7 @@ class Recorder:
 
     def _know(self, driver: JobDriver, event: str, since: float | None) -> None:
         self._drivers[driver.name] = driver
+        self._waiting.pop(driver.name, None)
         self.sinks.open(driver.name, job_settings(driver.spec), step=driver.step)
         now = self._last_step[driver.name] = time.perf_counter()
         paused = {} if since is None else {"paused_ms": round((now - since) * 1e3, 3)}
@@ -306,6 +311,10 @@ class Recorder:
             self.progress.say(f"{driver.name}: its result.json cannot be written: {error}")
         self.directory.event("ended", job=driver.name, status=result.status, reason=result.reason)
         self.sinks.close(driver.name, result.status)
+        waited = self._waiting.pop(driver.name, None)
+        if waited is not None:
+            # It ends without ever having had a place.
+            waited.status, waited.step, waited.loss = driver.status, driver.step, driver.loss
         self.progress.on_end(result)
         self.on_result(result)
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +19,9 @@ from support.runs import job_file
 from support.tiny import spec as tiny_spec
 
 import tlora
-from tlora.core.errors import SpecError
+from tlora.core.errors import JobFailed, SpecError
 from tlora.core.job import RunSpec
-from tlora.runtime import training
+from tlora.runtime import arriving, training
 from tlora.runtime.elastic.one_device import OneDevice
 from tlora.runtime.elastic.places import Places
 from tlora.runtime.elastic.standing import standings
@@ -237,6 +238,33 @@ def test_one_that_waits_may_be_cancelled_and_one_that_comes_may_wait(
     for job in ("first", "second", "fourth"):
         assert same_end(output, together, job)
     assert [job for _, job in events(output, "waits")] == ["second", "third", "fourth"]
+
+
+@pytest.mark.parametrize("how", ["cancelled", "failed"])
+def test_views_do_not_show_as_waiting_who_ended_without_a_place(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """In lines and on a screen alike, which count by the drivers that they were given."""
+    output, shown = tmp_path / "run", list[list[tuple[str, str]]]()
+
+    class View(Asking):
+        def on_end(self, result) -> None:
+            super().on_end(result)
+            shown.append([(each.name, each.status.value) for each in self._drivers])
+            if result.job == "second":
+                line = self._line(time.perf_counter())
+                assert "waiting" not in line and "second" not in line
+
+    def broken(*_):
+        raise JobFailed("its checkpoint cannot be read", job="second")
+
+    if how == "failed":
+        monkeypatch.setattr(arriving, "resumption", broken)
+    asked = {("first", 2): [("cancel", "second", {})]} if how == "cancelled" else {}
+    two = limited(only(spec, "first", "second"), 1)
+    result = tlora.train(two, output=output, progress=View(output, asked))
+    assert result.jobs["second"].status == how
+    assert shown[-1] == [("first", result.jobs["first"].status), ("second", how)]
 
 
 def test_a_job_without_memory_beside_others_waits(
