@@ -16,7 +16,7 @@ from tlora.core.errors import SpecError
 from tlora.runtime.benchmark.landscapes import recorded
 from tlora.runtime.progress import ProgressLines
 from tlora.runtime.report import write_report
-from tlora.runtime.report_data import throughput
+from tlora.runtime.report_data import jobs_running, throughput
 from tlora.runtime.report_tables import job_rows
 from tlora.runtime.run_log import (
     NanoBatch,
@@ -345,3 +345,14 @@ def test_a_job_that_comes_before_the_run_is_told_to_begin_cuts_nothing() -> None
     late = ("joined", "joined", "began", "nano_batch", "joined", "nano_batch")
     assert find_sessions(seen(*late)).wall == [0.0]
     assert find_sessions(seen(*late, "began", "nano_batch")).wall == [0.0, 6.0]
+
+
+def test_who_waits_for_a_place_is_not_counted_as_running(tmp_path: Path) -> None:
+    """A run that was killed with two jobs at work goes on with one of them at a time."""
+    moves = [("attached", "a"), ("attached", "b"), ("attached", "a"), ("waits", "b")]
+    events = [{"kind": kind, "job": job, "time": float(at)} for at, (kind, job) in enumerate(moves)]
+    (tmp_path / "run.json").write_text(json.dumps({"jobs": ["a", "b"]}))
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events))
+    log = read_run(tmp_path)
+    assert jobs_running(log, [log.attendance[1].at + 1e-3])[0] == 2
+    assert jobs_running(log, [log.attendance[-1].at + 1e-3])[0] == 1

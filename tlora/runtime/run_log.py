@@ -18,7 +18,10 @@ from tlora.runtime.settings import flat
 from tlora.store.sqlite import decisions_of
 from tlora.training.size_search import Action, ControllerSettings, Decision, Measure
 
-CAME, WENT = ("attached", "joined"), ("ended", "detached")
+WAITS = "waits"
+"""For a place, in a run that was stopped while it had one, say."""
+
+CAME, WENT = ("attached", "joined"), ("ended", "detached", WAITS)
 BEGINS = ("attached", "began")
 """Kinds of events."""
 

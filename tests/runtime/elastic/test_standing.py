@@ -43,6 +43,34 @@ def test_jobs_stand_by_their_results_or_their_last_lines(tmp_path: Path) -> None
     assert state_of(later[:1], at_work=False) == "over"
 
 
+def event(kind: str, job: str, **fields: object) -> str:
+    return json.dumps({"v": 1, "kind": kind, "job": job, **fields, "time": 1.0}) + "\n"
+
+
+def test_who_began_and_waits_for_a_place_does_not_train(tmp_path: Path) -> None:
+    """By the newest event that says so, of a job that failed before as well, and only while
+    somebody is at work."""
+    run(tmp_path)
+    result = {"status": "failed", "steps": 2, "total_steps": 9, "loss": 1.5}
+    (tmp_path / "out" / "result.json").write_text(json.dumps(result))
+    nano_batch = json.dumps({"v": 1, "kind": "nano_batch", "tokens": {"joined": 3}}) + "\n"
+    began = event("attached", "on", step=0)
+    stopped = [event("waits", "on"), event("waits", "out"), event("waits", "new")]
+    later = event("joined", "new", step=0)
+    cut = event("joined", "on")[:30] + "\n"
+    (tmp_path / "events.jsonl").write_text("".join([began, nano_batch, *stopped, later, cut]))
+    found = {each.job: each for each in standings(tmp_path, at_work=True)}
+    assert {job: each.status for job, each in found.items()} == {
+        "over": "cancelled",
+        "on": "waiting",
+        "new": "waiting",
+        "out": "waiting",
+    }
+    assert (found["on"].step, found["on"].loss, found["on"].tokens_per_s) == (2, 1.5, None)
+    left = {each.job: each.status for each in standings(tmp_path, at_work=False)}
+    assert (left["on"], left["out"]) == ("stopped", "failed")
+
+
 def test_a_long_file_is_read_from_its_end(tmp_path: Path) -> None:
     """Without the line that the look begins in."""
     path = tmp_path / "metrics.jsonl"

@@ -1,11 +1,15 @@
 """How the jobs of a run stand, from what is on disk: for whoever asks from elsewhere. No torch."""
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tlora.runtime.run_log import read_about, read_spec
+from tlora.runtime.run_log import CAME, WAITS, WENT, read_about, read_spec
+
+MOVES = (*CAME, *WENT)
+"""Kinds of events."""
 
 TAIL_BYTES = 16_384
 """Of a metrics file: its last lines."""
@@ -30,19 +34,45 @@ def standings(root: Path, *, at_work: bool) -> list[Standing]:
     """Raises SpecError if `root` holds no run."""
     here = read_about(root).get("jobs", [])
     names = [str(job["name"]) for job in read_spec(root / "resolved.yaml").get("jobs", [])]
+    waiting = without_place(root) if at_work else set[str]()
     return [
         standing(
             name,
-            read_object(root / name / "result.json"),
+            # Of one that failed and waits to be tried again it is what came of it before.
+            None if name in waiting else read_object(root / name / "result.json"),
             last_records(root / name / "metrics.jsonl"),
-            trains=at_work and name in here,
+            trains=at_work and name in here and name not in waiting,
+            waits=name in waiting,
         )
         for name in dict.fromkeys([*here, *names])
     ]
 
 
+def without_place(root: Path) -> set[str]:
+    """Jobs that wait for one, by the newest of their events."""
+    newest: dict[str, str] = {}
+    try:
+        with (root / "events.jsonl").open(encoding="utf-8") as file:
+            # Nearly all lines are of nano-batches, and need not be read.
+            lines = [line for line in file if '"kind": "nano_batch"' not in line]
+    except (OSError, UnicodeDecodeError):
+        return set()
+    for line in lines:
+        # One that a crash cut short is passed over.
+        with suppress(ValueError):
+            event = json.loads(line)
+            if event["kind"] in MOVES:
+                newest[event["job"]] = event["kind"]
+    return {job for job, kind in newest.items() if kind == WAITS}
+
+
 def standing(
-    name: str, result: dict[str, Any] | None, records: list[dict[str, Any]], *, trains: bool
+    name: str,
+    result: dict[str, Any] | None,
+    records: list[dict[str, Any]],
+    *,
+    trains: bool,
+    waits: bool = False,
 ) -> Standing:
     if result is not None:
         return Standing(
@@ -51,10 +81,10 @@ def standing(
     steps = [record for record in records if record["kind"] == "train"]
     last = steps[-1] if steps else None
     if last is None:
-        return Standing(name, "waiting" if trains else "stopped", 0, None, None, None)
+        return Standing(name, "waiting" if trains or waits else "stopped", 0, None, None, None)
     return Standing(
         name,
-        "training" if trains else "stopped",
+        "training" if trains else "waiting" if waits else "stopped",
         last["step"],
         last["total_steps"],
         last["loss"],
