@@ -74,10 +74,23 @@ def test_one_that_did_not_fit_waits_until_somebody_leaves() -> None:
     books = places(4, 4, 2)
     second = books.call([])[1]
     books.is_full(["j0", "j2"])
-    books.wait(second.job, NO_DATA, first=True)
+    books.wait(second.job, NO_DATA, again=True)
     assert not books.is_next(["j0", "j2"]), "4 and 2 is what fitted"
     assert not books.is_next(["j0"]), "another 4 is more"
     assert names(books.call(["j2"])) == ["j1"]
+
+
+def test_those_that_did_not_fit_keep_their_order() -> None:
+    """Several were on their way together, and found no memory one after the other."""
+    books = places(4, 4, 4, 4)
+    called = books.call([])
+    books.wait(tiny_spec("late"), NO_DATA)
+    there = names(called)
+    for each in called[1:]:
+        there.remove(each.job.name)
+        books.is_full(there)
+        books.wait(each.job, NO_DATA, again=True)
+    assert books.names == ["j1", "j2", "j3", "late"]
 
 
 @given(

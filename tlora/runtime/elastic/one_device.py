@@ -144,7 +144,7 @@ class OneDevice:
                 engine.detach(driver.name)
             if is_out_of_memory(error) and arrival.verdict is None and self._there():
                 self.places.is_full(self._there())
-                self.places.wait(arrival.job, data, first=True)
+                self.places.wait(arrival.job, data, again=True)
                 recorder.wait(driver, why="no memory beside the others")
                 return
             what = "out of memory: " if is_out_of_memory(error) else ""

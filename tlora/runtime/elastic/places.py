@@ -7,6 +7,7 @@ ones that come and go.
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from itertools import count
 
 from tlora.core.errors import SpecError
 from tlora.core.job import EngineSpec, JobSpec
@@ -33,6 +34,8 @@ class Places:
         self.most = most
         self._size_of = size_of
         self._sizes: dict[str, float] = {}
+        self._turns: dict[str, int] = {}
+        self._turn = count()
         self._waiting: dict[str, Waiting] = {}
 
     def __len__(self) -> int:
@@ -50,11 +53,17 @@ class Places:
     def waiting(self) -> list[Waiting]:
         return list(self._waiting.values())
 
-    def wait(self, job: JobSpec, data: PreparedData, *, first: bool = False) -> None:
+    def wait(self, job: JobSpec, data: PreparedData, *, again: bool = False) -> None:
+        """Behind the others; `again`: it was called and did not fit, and keeps its turn among those
+        to whom the same may have happened."""
         assert job.name not in self._waiting, f"{job.name} waits already"
         self._sizes[job.name] = self._size_of(job)
-        entry = {job.name: Waiting(job, data)}
-        self._waiting = entry | self._waiting if first else self._waiting | entry
+        self._waiting[job.name] = Waiting(job, data)
+        if again:
+            in_turn = sorted(self._waiting.items(), key=lambda each: self._turns[each[0]])
+            self._waiting = dict(in_turn)
+        else:
+            self._turns[job.name] = next(self._turn)
 
     def leave(self, job: str) -> Waiting:
         return self._waiting.pop(job)
