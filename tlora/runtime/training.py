@@ -104,7 +104,9 @@ def _train(opening: Opening, device: torch.device, progress: Progress) -> RunRes
     for job in in_turn(opening):
         places.wait(job, data[job.name])
     here = [each.job for each in places.call([])]
-    model = load_super_model(spec, device, reserve_rows=sum(job.lora.r for job in here))
+    # Where all are over, room for one that may be submitted.
+    rows = sum(job.lora.r for job in here) or max(job.lora.r for job in spec.jobs)
+    model = load_super_model(spec, device, reserve_rows=rows)
     proof = None
     if spec.engine.isolation == "exact":
         with giving_way(device):

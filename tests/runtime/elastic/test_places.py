@@ -351,6 +351,8 @@ def test_memory_decides_how_many_train_at_once(
     assert reserved == [ranks[0] + ranks[1]] and sum(ranks[:3]) > 11
     assert [job for _, job in events(output, "waits")] == ["third", "fourth"]
     assert at_once(output) == 2 and at_once(together) > 2
+    assert set(tlora.train(spec, output=output).jobs) == set(NAMES)
+    assert reserved[1:] == [max(ranks)], "all are over, and never had room together"
 
 
 def test_nano_batches_keep_their_room(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
