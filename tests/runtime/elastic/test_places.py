@@ -21,6 +21,8 @@ from support.tiny import spec as tiny_spec
 import tlora
 from tlora.core.errors import JobFailed, SpecError
 from tlora.core.job import RunSpec
+from tlora.model.loading import load_shape
+from tlora.model.targets import find_targets
 from tlora.runtime import arriving, training
 from tlora.runtime.elastic.one_device import OneDevice
 from tlora.runtime.elastic.places import Places
@@ -340,7 +342,7 @@ def test_memory_decides_how_many_train_at_once(
         return load(spec, device, reserve_rows=reserve_rows)
 
     monkeypatch.setattr(training, "load_super_model", loaded)
-    monkeypatch.setattr(training, "adapter_bytes", lambda job, targets: float(job.lora.r))
+    monkeypatch.setattr(training, "pooled_bytes", lambda job, targets: float(job.lora.r))
     monkeypatch.setattr(training, "room_bytes", lambda *_, **__: 11.0)
     output = tmp_path / "run"
     result = tlora.train(spec, output=output)
@@ -353,6 +355,29 @@ def test_memory_decides_how_many_train_at_once(
     assert at_once(output) == 2 and at_once(together) > 2
     assert set(tlora.train(spec, output=output).jobs) == set(NAMES)
     assert reserved[1:] == [max(ranks)], "all are over, and never had room together"
+
+
+def test_the_pool_of_those_who_come_first_has_room(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that adapts few linears has rows on all of them."""
+    taken = list[int]()
+    load = training.load_super_model
+
+    def loaded(*about, **settings):
+        model = load(*about, **settings)
+        matrices = [rows for pool in model.pools for rows in pool.matrices]
+        taken.append(sum(tensor.nbytes for rows in matrices for tensor in rows.tensors))
+        return model
+
+    few = [
+        replace(job, lora=replace(job.lora, r=4, target_modules=("q_proj",))) for job in spec.jobs
+    ]
+    room = 2.5 * training.pooled_bytes(few[0], find_targets(load_shape(spec.base)))
+    monkeypatch.setattr(training, "load_super_model", loaded)
+    monkeypatch.setattr(training, "room_bytes", lambda *_, **__: room)
+    tlora.train(replace(spec, jobs=tuple(few)), output=tmp_path / "run")
+    assert room / 2 < taken[0] <= room
 
 
 def test_nano_batches_keep_their_room(spec: RunSpec, monkeypatch: pytest.MonkeyPatch) -> None:
