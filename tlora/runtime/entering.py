@@ -4,8 +4,10 @@ from tlora.core.errors import JobFailed
 from tlora.core.job import JobSpec, RunSpec
 from tlora.data.prepare import PreparedData
 from tlora.model.adapters import AdapterWeights
+from tlora.model.memory import is_out_of_memory
 from tlora.model.super_model import SuperModel
 from tlora.runtime.checking import check_start, start_of
+from tlora.runtime.elastic.places import Places
 from tlora.runtime.recording import Recorder
 from tlora.runtime.resuming import Resumption, finished, resumption
 from tlora.training.checkpoint import Checkpoint
@@ -17,9 +19,11 @@ def enter_jobs(
     data: dict[str, PreparedData],
     starts: dict[str, AdapterWeights],
     recorder: Recorder,
+    places: Places,
 ) -> list[JobDriver]:
-    """Attach every job of `starts` that is not over, anew or from its newest whole checkpoint."""
-    drivers = []
+    """Attach every job of `starts` that is not over, anew or from its newest whole checkpoint. One
+    that has no memory beside those before it waits for a place again."""
+    drivers: list[JobDriver] = []
     for job in spec.jobs:
         over = finished(recorder.directory, job)
         if over is not None:
@@ -33,6 +37,18 @@ def enter_jobs(
         except JobFailed as failure:
             driver.on_failure(failure)
             recorder.on_end(driver)
+            continue
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if job.name in recorder.engine.jobs:
+                recorder.engine.detach(job.name)
+            if drivers:
+                places.is_full(driver.name for driver in drivers)
+                places.wait(job, data[job.name], again=True)
+            else:
+                driver.on_failure(JobFailed(f"out of memory: {error}", job=job.name))
+                recorder.on_end(driver)
             continue
         drivers.append(driver)
     return drivers

@@ -138,7 +138,7 @@ def _train(opening: Opening, device: torch.device, progress: Progress) -> RunRes
     try:
         opening.create()
         opening.write(data, describe_run(spec, device, proof))
-        drivers = enter_jobs(spec, data, starts, recorder)
+        drivers = enter_jobs(spec, data, starts, recorder, places)
         waiting = [
             JobDriver(each.job, each.data.train, each.data.evaluation) for each in places.waiting
         ]

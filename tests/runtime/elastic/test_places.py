@@ -309,6 +309,38 @@ def test_a_job_without_memory_beside_others_waits(
     assert "fourth: waits for a place: no memory beside the others" in said
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_job_without_memory_when_the_run_begins_waits_too(
+    spec: RunSpec,
+    together: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    alone: bool,
+) -> None:
+    """There was room by the estimate, and on the device there is not. Who is the first of all has
+    nobody to wait for."""
+    attach, refused = Engine.attach, "first" if alone else "second"
+    there = list[int]()
+
+    def full(self, name, *rest, **settings) -> None:
+        if name == refused:
+            there.append(len(self.jobs))
+            if len(there) == 1:
+                raise torch.OutOfMemoryError("the device is full")
+        attach(self, name, *rest, **settings)
+
+    monkeypatch.setattr(Engine, "attach", full)
+    output = tmp_path / "run"
+    result = tlora.train(only(spec, "first", "second", "third"), output=output)
+    assert result.failed == (["first"] if alone else [])
+    if alone:
+        assert result.jobs["first"].reason == "out of memory: the device is full"
+    else:
+        assert ("waits", "second") in events(output, "waits")
+    for job in {"first", "second", "third"} - set(result.failed):
+        assert same_end(output, together, job)
+
+
 def test_a_job_that_fits_nowhere_fails_alone(
     spec: RunSpec, together: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
