@@ -241,12 +241,17 @@ def test_one_that_waits_may_be_cancelled_and_one_that_comes_may_wait(
     """`third` waits and is let go, never having begun; `fourth` is submitted and has its turn."""
     output = tmp_path / "run"
     asked = {
-        ("first", 2): [("submit", "", submission(only(spec, "fourth"))), ("cancel", "third", {})]
+        ("first", 2): [
+            ("resume", "third", {}),
+            ("submit", "", submission(only(spec, "fourth"))),
+            ("cancel", "third", {}),
+        ]
     }
     here = limited(only(spec, "first", "second", "third"), 1)
     result = tlora.train(here, output=output, progress=Asking(output, asked))
     assert result.jobs["third"].status == "cancelled" and result.jobs["third"].steps == 0
     assert answers(output) == [
+        "error: third waits for a place",
         "waiting for a place: fourth",
         "cancelled after 0 steps; it has not begun",
     ]

@@ -299,7 +299,8 @@ class Desk:
             self._put_off.setdefault(job.name, []).append(request)
             return None
         if job.name in self.running:
-            raise SpecError(f"{job.name} is at work")
+            how = "waits for a place" if floor.waits(job.name) else "is at work"
+            raise SpecError(f"{job.name} {how}")
         result = self._result(job.name)
         if result is not None and result.status not in AGAIN:
             raise SpecError(f"{job.name} is over: {result.status}")
