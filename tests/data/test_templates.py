@@ -124,6 +124,20 @@ def test_a_template_that_writes_results_of_tools_into_an_answer_is_refused(
         encode(chat, tokenizer, templates.results_inside)
 
 
+def test_a_template_that_takes_the_row_is_not_said_to_refuse_it(templates, tokenizer, encode):
+    """It refuses the row with another result in it, by which it would be found out."""
+    strict = (
+        "{%- for message in messages if message.role == 'tool' and message.content != 'sunny' -%}"
+        "{{- raise_exception('no weather') -}}{%- endfor -%}"
+    )
+    messages = (*ASKING_A_TOOL, {"role": "user", "content": "Thanks."})
+    chat = Chat(messages, trained=(False, True, False, True, False))
+    encode(chat, tokenizer, templates.thinking)
+    encode(chat, tokenizer, strict + templates.thinking, "all")
+    with pytest.raises(DataError, match="which part of the rendered chat is message 2"):
+        encode(chat, tokenizer, strict + templates.thinking)
+
+
 def test_a_template_that_takes_arguments_for_text_gets_text(
     templates, tokenizer, encode, assert_trained
 ):

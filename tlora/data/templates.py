@@ -168,7 +168,10 @@ class ChatRenderer:
                 messages[later] = {**messages[later], "content": content}
         if messages == list(chat.messages):
             return False
-        return not self._text(messages, chat, origin).startswith(written)
+        try:
+            return not self._text(messages, chat, origin).startswith(written)
+        except DataError as error:  # as in _by_substitution
+            raise _unstable(place, origin) from error
 
     def _shared_ending(self, ending: str, after: str) -> str:
         """What ends a message wherever it stands: after the end of the last turn the template may
