@@ -260,6 +260,23 @@ def test_one_that_waits_may_be_cancelled_and_one_that_comes_may_wait(
     assert [job for _, job in events(output, "waits")] == ["second", "third", "fourth"]
 
 
+def test_one_that_goes_on_where_there_is_no_place_is_said_to_wait(
+    spec: RunSpec, together: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    asked = {
+        ("first", 2): [("cancel", "first", {})],
+        ("second", 2): [("resume", "first", {})],
+    }
+    view = Asking(output, asked)
+    result = tlora.train(limited(only(spec, "first", "second"), 1), output=output, progress=view)
+    steps = int((answers(output)[0] or "").split()[2])
+    assert answers(output)[1] == f"waits for a place, then goes on after step {steps}"
+    assert {job.status for job in result.jobs.values()} == {"completed"}
+    for job in ("first", "second"):
+        assert same_end(output, together, job)
+
+
 @pytest.mark.parametrize("how", ["cancelled", "failed"])
 def test_views_do_not_show_as_waiting_who_ended_without_a_place(
     spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str

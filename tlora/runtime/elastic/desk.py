@@ -30,6 +30,7 @@ from tlora.store.requests import Request, Requests
 
 LOOK_EVERY_S = 1.0
 CANCELLED = "a person cancelled it"
+WAITS = "waits for a place"
 
 AGAIN = ("cancelled", "failed", "paused")
 """Ends after which a job may go on, if a person wants it."""
@@ -299,15 +300,17 @@ class Desk:
             self._put_off.setdefault(job.name, []).append(request)
             return None
         if job.name in self.running:
-            how = "waits for a place" if floor.waits(job.name) else "is at work"
-            raise SpecError(f"{job.name} {how}")
+            raise SpecError(f"{job.name} {WAITS if floor.waits(job.name) else 'is at work'}")
         result = self._result(job.name)
         if result is not None and result.status not in AGAIN:
             raise SpecError(f"{job.name} is over: {result.status}")
 
         def admit(data: dict[str, PreparedData]) -> str:
             self._admit((job,), data, floor)
-            return f"goes on after step {result.steps}" if result is not None else "at work"
+            waits = floor.waits(job.name)
+            if result is None:
+                return WAITS if waits else "at work"
+            return f"{WAITS + ', then ' if waits else ''}goes on after step {result.steps}"
 
         return self._with_data((job,), request, admit)
 
