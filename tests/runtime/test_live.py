@@ -10,7 +10,7 @@ from rich.console import Console
 from support.waiting import until
 
 from tlora.runtime.directory import JobResult
-from tlora.runtime.live import LiveProgress, Screen, choose_progress
+from tlora.runtime.live import LiveProgress, Screen, choose_progress, tokens_left
 from tlora.runtime.live_table import JobRow, RankRow, Totals, draw
 from tlora.runtime.pace import FALLING, LEVEL, RISING, Pace, Trend
 from tlora.runtime.progress import ProgressLines, RankUsage
@@ -316,3 +316,11 @@ def test_many_ranks_leave_room_for_the_jobs(height: int) -> None:
     shown = [line for line in lines if line[:4].strip().isdigit()]
     assert len(shown) <= height // 3
     assert height < 12 or (shown[-1].startswith("  63") and "more ranks" in "".join(lines))
+
+
+def test_a_job_that_waits_after_it_began_is_taken_for_an_average_one() -> None:
+    """Its step is known, and what its steps took is in its checkpoint."""
+    trains = FakeDriver("trains", total_steps=10, step=5, tokens_seen=500)
+    waits = FakeDriver("waits", total_steps=10, step=8, status=Status.WAITING)
+    assert tokens_left([trains, waits]) == 5 * 100 + 2 * 100  # type: ignore[list-item]
+    assert tokens_left([waits]) is None  # type: ignore[list-item]

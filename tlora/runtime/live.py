@@ -291,10 +291,11 @@ def rank_row(past: Sequence[RankUsage]) -> RankRow:
 
 
 def tokens_left(drivers: list[JobDriver]) -> float | None:
-    """What is still to be trained, from what a step of each job took so far; jobs without a step
-    yet are taken for average ones."""
+    """What is still to be trained, from what a step of each job took so far; jobs of which that is
+    not known yet are taken for average ones."""
     running = [driver for driver in drivers if driver.status in (Status.RUNNING, Status.WAITING)]
-    each = {driver.name: driver.tokens_seen / driver.step for driver in running if driver.step}
+    stepped = [driver for driver in running if driver.step and driver.tokens_seen]
+    each = {driver.name: driver.tokens_seen / driver.step for driver in stepped}
     if not each:
         return None
     average = sum(each.values()) / len(each)

@@ -15,7 +15,7 @@ from tlora.model.peft_format import serving_commands
 from tlora.runtime.directory import JobResult, RunDirectory
 from tlora.runtime.job_metrics import cut_back, metrics_bytes, metrics_line, metrics_path
 from tlora.runtime.progress import MANY_JOBS, Progress, over_before
-from tlora.runtime.resuming import Resumption
+from tlora.runtime.resuming import Resumption, saved_steps
 from tlora.runtime.saving import SaveFailed, Saver
 from tlora.runtime.settings import job_settings
 from tlora.runtime.sinks import Sinks
@@ -99,6 +99,8 @@ class Recorder:
 
     def _waits(self, driver: JobDriver, why: str | None = None) -> None:
         driver.status, driver.reason = Status.WAITING, why
+        # Of one that has begun before, as far as it is known without its checkpoint.
+        driver.step = saved_steps(self.directory, driver.name)
         self._waiting[driver.name] = driver
         self.directory.event("waits", job=driver.name, why=why)
 

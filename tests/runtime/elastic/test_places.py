@@ -24,10 +24,12 @@ from tlora.core.job import RunSpec
 from tlora.model.loading import load_shape
 from tlora.model.targets import find_targets
 from tlora.runtime import arriving, training
+from tlora.runtime.directory import RunDirectory
 from tlora.runtime.elastic.one_device import OneDevice
 from tlora.runtime.elastic.places import Places
 from tlora.runtime.elastic.standing import standings
 from tlora.runtime.progress import ProgressLines
+from tlora.runtime.resuming import saved_steps
 from tlora.runtime.scheduled import train_on_devices
 from tlora.training.engine import Engine
 
@@ -232,6 +234,29 @@ def test_a_stop_leaves_who_waits_for_the_next_command(
     monkeypatch.setattr(OneDevice, "run", run)
     assert not tlora.train(limited(spec, 1), output=output).interrupted
     for job in NAMES:
+        assert same_end(output, together, job)
+
+
+def test_one_that_began_and_waits_is_shown_at_its_step(
+    spec: RunSpec, together: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, shown = tmp_path / "run", list[tuple[str, int, str]]()
+    run, three = OneDevice.run, only(spec, "first", "second", "third")
+
+    def stopped(self, desk, should_stop):
+        return run(self, desk, lambda: any(driver.step >= 3 for driver in self.drivers.values()))
+
+    class Later(ProgressLines):
+        def start(self, drivers, budget_tokens) -> None:
+            shown.extend((each.name, each.step, each.status.value) for each in drivers)
+
+    monkeypatch.setattr(OneDevice, "run", stopped)
+    assert tlora.train(limited(three, 2), output=output).interrupted
+    monkeypatch.setattr(OneDevice, "run", run)
+    at = saved_steps(RunDirectory(output), "second")
+    assert not tlora.train(limited(three, 1), output=output, progress=Later(io.StringIO())).failed
+    assert at > 0 and shown[1:] == [("second", at, "waiting"), ("third", 0, "waiting")]
+    for job in ("first", "second", "third"):
         assert same_end(output, together, job)
 
 
