@@ -61,14 +61,15 @@ class Arrival:
         directory: RunDirectory,
         model: SuperModel,
         data: PreparedData | Callable[[], PreparedData],
+        verdict: Verdict | None = None,
     ) -> None:
-        """`data`, or what prepares them."""
+        """`data`, or what prepares them. `verdict`: of one that is not to be attached as it is."""
         self.job = job
         self.data: PreparedData | None = None if callable(data) else data
         """Once they are prepared."""
 
         self.began = time.perf_counter()
-        self.verdict: Verdict | None = None
+        self.verdict = verdict
         """How the job ends, if it is not to be attached."""
 
         self.is_dropped = False

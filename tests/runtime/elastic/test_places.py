@@ -3,6 +3,7 @@
 import io
 import json
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -283,6 +284,31 @@ def test_one_that_waits_may_be_cancelled_and_one_that_comes_may_wait(
     for job in ("first", "second", "fourth"):
         assert same_end(output, together, job)
     assert [job for _, job in events(output, "waits")] == ["second", "third", "fourth"]
+
+
+def test_one_that_is_cancelled_as_it_waits_is_not_brought_to_the_device(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However fast the thread is that would bring it."""
+    output, brought = tmp_path / "run", list[str]()
+
+    def at_once(act, name: str) -> Future:
+        done = Future()
+        done.set_result(act())
+        return done
+
+    bring = arriving.bring_weights
+
+    def bringing(model, job, weights):
+        brought.append(job)
+        return bring(model, job, weights)
+
+    monkeypatch.setattr(arriving, "in_background", at_once)
+    monkeypatch.setattr(arriving, "bring_weights", bringing)
+    three = limited(only(spec, "first", "second", "third"), 1)
+    view = Asking(output, {("first", 2): [("cancel", "second", {})]})
+    result = tlora.train(three, output=output, progress=view)
+    assert result.jobs["second"].status == "cancelled" and brought == ["third"]
 
 
 def test_one_that_goes_on_where_there_is_no_place_is_said_to_wait(

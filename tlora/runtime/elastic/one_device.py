@@ -8,7 +8,7 @@ from tlora.core.errors import JobFailed, TloraError
 from tlora.core.job import JobSpec
 from tlora.data.prepare import PreparedData
 from tlora.model.memory import is_out_of_memory
-from tlora.runtime.arriving import Arrival, Arrivals
+from tlora.runtime.arriving import Arrival, Arrivals, Verdict
 from tlora.runtime.elastic.desk import CANCELLED, Desk
 from tlora.runtime.elastic.places import Places, Waiting
 from tlora.runtime.entering import enter_job, leave_job
@@ -78,7 +78,9 @@ class OneDevice:
     def dismiss(self, job: str) -> None:
         """With its state, so that it can go on from here."""
         if job in self.places:
-            self._bring(self.places.leave(job))
+            # Known from the start: it waits because there is no room for it.
+            self._bring(self.places.leave(job), Verdict(Status.CANCELLED, CANCELLED))
+            return
         if job in self.arrivals:
             self.arrivals.of(job).dismiss(Status.CANCELLED, CANCELLED)
             return
@@ -114,10 +116,9 @@ class OneDevice:
         for waiting in self.places.call(self._there()):
             self._bring(waiting)
 
-    def _bring(self, waiting: Waiting) -> None:
-        recorder = self.recorder
-        model = recorder.engine.super_model
-        self.arrivals.add(Arrival(waiting.job, recorder.directory, model, waiting.data))
+    def _bring(self, waiting: Waiting, verdict: Verdict | None = None) -> None:
+        directory, model = self.recorder.directory, self.recorder.engine.super_model
+        self.arrivals.add(Arrival(waiting.job, directory, model, waiting.data, verdict))
 
     def _take_in(self) -> None:
         """The first that is here. What it came with is let go when this returns: on a device that
