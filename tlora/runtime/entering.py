@@ -22,18 +22,20 @@ def enter_jobs(
     places: Places,
 ) -> list[JobDriver]:
     """Attach every job of `starts` that is not over, anew or from its newest whole checkpoint. One
-    that has no memory beside those before it waits for a place again."""
+    that has no memory beside those before it waits for a place again. `starts` is emptied: adapters
+    of many jobs are large, and each has its own in its rows."""
     drivers: list[JobDriver] = []
     for job in spec.jobs:
         over = finished(recorder.directory, job)
         if over is not None:
             recorder.keep(over)
-        if over is not None or job.name not in starts:
+        start = starts.pop(job.name, None)
+        if over is not None or start is None:
             continue
         found = resumption(recorder.directory, job)
         driver = JobDriver(job, data[job.name].train, data[job.name].evaluation)
         try:
-            enter_job(driver, found, starts[job.name], recorder)
+            enter_job(driver, found, start, recorder)
         except JobFailed as failure:
             driver.on_failure(failure)
             recorder.on_end(driver)

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from support.waiting import PATIENCE_S, until
 
 import tlora
 from tlora.core.job import JobSpec, RunSpec
-from tlora.runtime import arriving
+from tlora.runtime import arriving, training
 from tlora.runtime.elastic import checking
 
 STEPS = 24
@@ -141,6 +142,23 @@ def test_what_a_job_came_with_is_let_go_before_anybody_trains(
     tlora.train(only(spec, "here"), output=output, progress=view)
     assert [name for name, _ in view.joined] == ["late", "late"]
     assert held == [False] * 3
+
+
+def test_so_is_what_those_came_with_who_were_there_from_the_start(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn, held, draw = list[weakref.ref](), list[bool](), training.adapter_start
+
+    def start(job, model):
+        made = draw(job, model)
+        drawn.extend(weakref.ref(each) for pair in made.values() for each in (pair.a, pair.b))
+        return made
+
+    monkeypatch.setattr(training, "adapter_start", start)
+    output = tmp_path / "run"
+    look: Steps = {("here", 1): lambda: held.append(any(each() is not None for each in drawn))}
+    tlora.train(only(spec, "here"), output=output, progress=Looking(output, {}, look))
+    assert drawn and held == [False]
 
 
 @pytest.fixture
