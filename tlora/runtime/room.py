@@ -1,6 +1,8 @@
 """How much memory of a device there is for adapters, and what one takes: before anything is loaded.
 What the estimates miss is found out by trying."""
 
+from collections.abc import Mapping
+
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
@@ -8,7 +10,7 @@ from tlora.core.job import BaseSpec, JobSpec
 from tlora.costs.memory import BYTES_PER_ADAPTER_PARAMETER
 from tlora.model.memory import activation_bytes
 from tlora.model.quantising import saved_bytes
-from tlora.model.targets import Target, choose_targets, find_targets
+from tlora.model.targets import Target, find_targets
 from tlora.runtime.budget import KEPT_FREE, RECOMPUTED_SHARE
 from tlora.runtime.requests import widths
 
@@ -36,7 +38,7 @@ def room_bytes(
     return max(0.0, (1 - KEPT_FREE) * free - weights - activations)
 
 
-def adapter_bytes(job: JobSpec, targets: dict[str, Target]) -> float:
-    """With its gradients and its optimiser's state."""
-    parameters = job.lora.r * widths(choose_targets(job, targets))
-    return float(BYTES_PER_ADAPTER_PARAMETER * parameters)
+def adapter_bytes(job: JobSpec, targets: Mapping[str, Target]) -> float:
+    """With its gradients and its optimiser's state. A pool has rows for it on every linear,
+    whichever it adapts."""
+    return float(BYTES_PER_ADAPTER_PARAMETER * job.lora.r * widths(targets.values()))

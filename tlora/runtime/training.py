@@ -13,11 +13,10 @@ from transformers import PreTrainedModel
 
 import tlora
 from tlora.core.job import EngineSpec, JobSpec, RunSpec
-from tlora.costs.memory import BYTES_PER_ADAPTER_PARAMETER
 from tlora.data.prepare import PreparedData
 from tlora.model.loading import context_length, load_base, load_shape, resolve_device
 from tlora.model.super_model import SuperModel
-from tlora.model.targets import Target, find_targets
+from tlora.model.targets import find_targets
 from tlora.runtime.budget import nano_batch_tokens, room_for_tokens, tuning
 from tlora.runtime.checking import check_targets, new_preparer, prepare_jobs
 from tlora.runtime.data_lines import start_lines
@@ -35,9 +34,8 @@ from tlora.runtime.opening import Opening, open_run
 from tlora.runtime.progress import MANY_JOBS, Progress
 from tlora.runtime.recording import Recorder
 from tlora.runtime.report import write_report
-from tlora.runtime.requests import widths
 from tlora.runtime.resuming import check_same_bits, finished, saved_steps
-from tlora.runtime.room import room_bytes
+from tlora.runtime.room import adapter_bytes, room_bytes
 from tlora.runtime.sinks import Sinks, check_trackers
 from tlora.runtime.threads import using_threads
 from tlora.training.controller import Controller
@@ -99,7 +97,7 @@ def _train(opening: Opening, device: torch.device, progress: Progress) -> RunRes
     progress.say(*start_lines(spec.jobs, data, directory.root / "data.txt"))
     progress.say(*compiling_lines(spec.engine, device))
     places = Places(
-        lambda job: pooled_bytes(job, targets),
+        lambda job: adapter_bytes(job, targets),
         room_bytes=room_beside(spec, shape, device, data, budget),
         most=spec.engine.max_parallel,
     )
@@ -198,11 +196,6 @@ def in_turn(opening: Opening) -> list[JobSpec]:
     directory = opening.directory
     left = [job for job in opening.spec.jobs if finished(directory, job) is None]
     return sorted(left, key=lambda job: not saved_steps(directory, job.name))
-
-
-def pooled_bytes(job: JobSpec, targets: Mapping[str, Target]) -> float:
-    """What a job takes of memory: the pool has its rows on every linear, whichever it adapts."""
-    return float(BYTES_PER_ADAPTER_PARAMETER * job.lora.r * widths(targets.values()))
 
 
 def room_beside(

@@ -447,7 +447,7 @@ def test_memory_decides_how_many_train_at_once(
         return load(spec, device, reserve_rows=reserve_rows)
 
     monkeypatch.setattr(training, "load_super_model", loaded)
-    monkeypatch.setattr(training, "pooled_bytes", lambda job, targets: float(job.lora.r))
+    monkeypatch.setattr(training, "adapter_bytes", lambda job, targets: float(job.lora.r))
     monkeypatch.setattr(training, "room_bytes", lambda *_, **__: 11.0)
     output = tmp_path / "run"
     result = tlora.train(spec, output=output)
@@ -478,7 +478,7 @@ def test_the_pool_of_those_who_come_first_has_room(
     few = [
         replace(job, lora=replace(job.lora, r=4, target_modules=("q_proj",))) for job in spec.jobs
     ]
-    room = 2.5 * training.pooled_bytes(few[0], find_targets(load_shape(spec.base)))
+    room = 2.5 * training.adapter_bytes(few[0], find_targets(load_shape(spec.base)))
     monkeypatch.setattr(training, "load_super_model", loaded)
     monkeypatch.setattr(training, "room_bytes", lambda *_, **__: room)
     tlora.train(replace(spec, jobs=tuple(few)), output=tmp_path / "run")
