@@ -72,16 +72,27 @@ CASES = {
 class Problem:
     """Random pools and activations for 50 tokens of a group of three linears."""
 
-    def __init__(self, segments, dtype, *, tiles=SMALL, max_rank=20, seed=0):
+    def __init__(
+        self,
+        segments,
+        dtype,
+        *,
+        tiles=SMALL,
+        max_rank=20,
+        seed=0,
+        tokens=50,
+        features=(48, (64, 16, 32)),
+        rank_rows=(120, 70),
+    ):
         generator = torch.Generator().manual_seed(seed)
 
         def random(*shape):
             return torch.randn(*shape, generator=generator).to(DEVICE)
 
-        self.num_tokens, self.num_in, self.outs = 50, 48, (64, 16, 32)
+        self.num_tokens, (self.num_in, self.outs) = tokens, features
         self.segments, self.dtype = segments, dtype
-        self.a = random(120, self.num_in) / self.num_in**0.5
-        self.b = [random(70, out) for out in self.outs]
+        self.a = random(rank_rows[0], self.num_in) / self.num_in**0.5
+        self.b = [random(rank_rows[1], out) for out in self.outs]
         self.x = random(self.num_tokens, self.num_in).to(dtype)
         self.dy = [random(self.num_tokens, out).to(dtype) for out in self.outs]
         self.rows = torch.arange(self.num_tokens, dtype=torch.int32, device=DEVICE) % 17
@@ -89,7 +100,7 @@ class Problem:
             num_tokens=self.num_tokens,
             in_features=self.num_in,
             out_features=self.outs,
-            max_segments=5,
+            max_segments=max(5, len(segments)),
             max_rank=max_rank,
             tiles=tiles,
         )
@@ -152,6 +163,60 @@ def test_ranks_beyond_a_tile_are_cut_into_pieces():
     ]
     problem = Problem(segments, torch.float32, tiles=tiles, max_rank=40)
     assert all(error < 2e-6 for error in errors(problem.run(), problem.expected()))
+
+
+LARGEST = [
+    segment(0, 17, 0, (256, 255, 129), 0, dropout=0.2, key=9),
+    segment(17, 30, 640, (1, 193, 256), 256),
+]
+
+
+def a_hundred_jobs():
+    """Of up to two tokens each, in rows of A and B that are theirs alone."""
+    segments, start = [], 0
+    for i in range(100):
+        stop = start + i % 3
+        ranks = (i % 13 + 1, 5 * i % 9, 7 * i % 17 + 1)
+        dropout = 0.3 * (i % 4 == 0)
+        segments.append(segment(start, stop, 38 * i, ranks, 17 * i, dropout=dropout, key=i))
+        start = stop
+    return segments
+
+
+MOST = {
+    "ranks up to 256": {
+        "segments": LARGEST,
+        "tokens": 30,
+        "features": (24, (32, 16, 16)),
+        "rank_rows": (1090, 515),
+        "max_rank": 256,
+        "tiles": replace(SMALL, shrink_rank=64, chunk_rank=64, stack_rank=64),
+    },
+    "a hundred jobs": {
+        "segments": a_hundred_jobs(),
+        "tokens": 101,
+        "features": (16, (16, 16, 8)),
+        "rank_rows": (3800, 1700),
+    },
+}
+
+
+@runs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MOST)
+def test_the_largest_ranks_and_many_jobs_match_the_reference(name, dtype):
+    """A scale off by 1 % is refused, of all jobs and, where rounding is less than that, of one."""
+    problem = Problem(dtype=dtype, **MOST[name])
+    found = problem.run()
+    worst = errors(found, problem.expected())
+    assert all(error < LIMITS[dtype] for error in worst), worst
+    off = [replace(s, scale=s.scale * 1.01) for s in problem.segments]
+    assert all(error > LIMITS[dtype] for error in errors(found, problem.expected(off)))
+    if dtype == torch.float32:
+        longest = max(range(len(off)), key=lambda i: off[i].stop - off[i].start)
+        one = [*problem.segments]
+        one[longest] = off[longest]
+        assert all(error > LIMITS[dtype] for error in errors(found, problem.expected(one)))
 
 
 @runs_kernels
