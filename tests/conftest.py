@@ -32,6 +32,24 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile(config.getoption("--hypothesis-profile") or "suite")
 
 
+def seed_told() -> str:
+    """Empty where inputs are those of every run; support/interpreter.py draws them."""
+    seed = os.environ.get("TLORA_TEST_SEED")
+    return f"random inputs: TLORA_TEST_SEED={seed}" if seed else ""
+
+
+@pytest.fixture(autouse=True)
+def failures_tell_their_inputs() -> None:
+    """Beside what else a failing test has printed."""
+    if told := seed_told():
+        print(told)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if told := seed_told():
+        terminalreporter.write_line(told)
+
+
 @pytest.fixture(scope="session")
 def real_data() -> Path:
     """The folder with real models and datasets."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.interpreter import KERNELS_RUN
+from support.interpreter import KERNELS_RUN, SEED
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
@@ -21,6 +21,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def inputs_of_this_run() -> None:
+    """What is drawn without a generator of its own."""
+    torch.manual_seed(SEED)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from support.interpreter import SEED
 from tlora.kernels.adamw import Order, Rows, Work
 
 GAP = 3
@@ -68,7 +69,7 @@ class Problem:
             for matrix, dtype in zip(self.matrices, copies or [None] * len(widths), strict=True)
         ]
         for slot, job in enumerate(jobs):
-            weights = torch.Generator().manual_seed(job.seed)
+            weights = torch.Generator().manual_seed(SEED + job.seed)
             for value, grad, exp_avg, exp_avg_sq in self.views(slot):
                 value.copy_(torch.randn(value.shape, generator=weights))
                 for tensor in (grad, exp_avg, exp_avg_sq):
@@ -146,7 +147,7 @@ class Problem:
 
 def gradients(job: Job, widths: Sequence[int], number: int) -> list[torch.Tensor]:
     """Of one step, small or large, of both signs."""
-    generator = torch.Generator().manual_seed(1000 * job.seed + number)
+    generator = torch.Generator().manual_seed(SEED + 1000 * job.seed + number)
     return [
         torch.randn(rank, width, generator=generator) * 10.0 ** (number % 3 - 1)
         for rank, width in zip(job.ranks, widths, strict=True)
@@ -159,7 +160,7 @@ class Torch:
 
     def __init__(self, job: Job, widths: Sequence[int]) -> None:
         self.job, self.widths = job, widths
-        weights = torch.Generator().manual_seed(job.seed)
+        weights = torch.Generator().manual_seed(SEED + job.seed)
         self.parameters = [
             torch.nn.Parameter(torch.randn(rank, width, generator=weights).double())
             for rank, width in zip(job.ranks, widths, strict=True)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.interpreter import DEVICE, DTYPES, KERNELS_RUN, runs_kernels
+from support.interpreter import DEVICE, DTYPES, KERNELS_RUN, SEED, runs_kernels
 
 from tlora.kernels import streams
 from tlora.kernels.multi_lora import Group, Routes, multi_lora, reference
@@ -84,7 +84,7 @@ class Problem:
         features=(48, (64, 16, 32)),
         rank_rows=(120, 70),
     ):
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(SEED + seed)
 
         def random(*shape):
             return torch.randn(*shape, generator=generator).to(DEVICE)
@@ -325,7 +325,7 @@ def test_who_adds_to_a_gradient_changes_no_bit():
     segments = [segment(0, 14, 3, (16, 16, 16), 0), segment(14, 40, 60, (5, 7, 9), 30)]
     segments += [segment(start, start + 5, 100, (3, 2, 4), 55) for start in (40, 45)]
     problem = Problem(segments, torch.float32)
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(SEED + 3)
     pools = (problem.a, *problem.b)
     before = [torch.randn(*each.shape, generator=generator).to(DEVICE) for each in pools]
     read, sent, reload, zero = (
@@ -460,7 +460,7 @@ def test_the_entry_goes_through_the_kernels(dtype, transposed):
     """A route of work lists gives frozen products, biases and adapters, and every gradient, twice
     in a row with the same tensors; without a gradient of x too."""
     problem = Problem(CASES["odd ranks, empty segment, gaps, dropout"], dtype)
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(SEED + 5)
     weights = [torch.randn(out, problem.num_in, generator=generator) for out in problem.outs]
     weights = [weight.to(DEVICE, dtype) / problem.num_in**0.5 for weight in weights]
     biases = [None, torch.randn(problem.outs[1], generator=generator).to(DEVICE, dtype), None]
