@@ -1,9 +1,11 @@
 """The page of H200 figures: its table is what the lines say, and what measures them can be run."""
 
+import itertools
 import json
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -104,7 +106,7 @@ def test_every_measure_is_of_a_script_that_takes_its_options(
     """Told on a device, a misspelt option would cost its time."""
     helps: dict[str, str] = {}
     for measure in runs.MEASURES:
-        script, *arguments = measure.arguments(tmp_path, 100)
+        script, *arguments = measure.arguments(tmp_path, 100, "MODEL", "DATASETS")
         if script == "-m":
             script = arguments.pop(0)
         if script == "pytest":
@@ -128,7 +130,30 @@ def test_every_measure_is_of_a_script_that_takes_its_options(
 
 
 def test_every_row_has_a_measure(rows, runs) -> None:
-    assert {row.file for row in rows.ROWS} == {measure.file for measure in runs.MEASURES}
+    others = {runs.TESTS, runs.NOISE}
+    assert {row.file for row in rows.ROWS} | others == {each.file for each in runs.MEASURES}
+
+
+def test_every_part_ends_within_its_time(runs) -> None:
+    """Also where every script takes all that it may; then none is left out."""
+    assert runs.PARTS[:3] == ["tests", "steps", "jobs"]
+    for part in runs.PARTS:
+        measures = runs.chosen(None, [part])
+        assert measures and sum(each.seconds for each in measures) <= runs.PART_S - 2 * runs.GRACE_S
+    assert runs.chosen(None, None) == runs.MEASURES
+    assert [each.name for each in runs.chosen(["exact", "noise"], None)] == ["exact", "noise"]
+
+
+def test_the_tests_of_a_device_are_all_there(runs, tmp_path) -> None:
+    """Each in one measure."""
+    measures = [each for each in runs.MEASURES if "pytest" in each.command]
+    asked = [each.arguments(tmp_path, 100) for each in measures]
+    first, *others = asked
+    left_out = {b for a, b in itertools.pairwise(first) if a == "--ignore"}
+    assert left_out == {each for other in others for each in other if each.startswith("tests/")}
+    assert all((ROOT / each).exists() for each in left_out)
+    kernels = {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/kernels/*/test_triton*.py")}
+    assert "tests/gpu" in first and kernels <= {*first}
 
 
 SCRIPT = """
@@ -146,10 +171,10 @@ def measure_of(runs, name: str, line: dict, *, wait: float = 0, code: int = 0):
         return f"-c {shlex.quote(made)}"
 
     class Made(runs.Measure):
-        def arguments(self, results: Path, seconds: float) -> list[str]:
+        def arguments(self, results: Path, *_: object) -> list[str]:
             return shlex.split(command(str(results / self.file)))
 
-    return Made(name, runs.STEP, 1, "")
+    return Made(name, "steps", runs.STEP, 1, "")
 
 
 def test_a_run_goes_on_where_it_ended(runs, monkeypatch, capsys, tmp_path) -> None:
@@ -170,9 +195,65 @@ def test_a_run_goes_on_where_it_ended(runs, monkeypatch, capsys, tmp_path) -> No
     assert len((tmp_path / runs.STEP).read_text().splitlines()) == 3
 
 
+SAID = """
+[gw0] [ 10%] PASSED tests/gpu/test_cuda.py::test_one[a, b]
+[gw1] [ 20%] FAILED tests/gpu/test_cuda.py::test_two
+[gw1] [ 30%] SKIPPED tests/gpu/test_exact.py::test_three
+FAILED tests/gpu/test_cuda.py::test_two - assert
+random inputs: TLORA_TEST_SEED=77
+"""
+
+
+def test_a_line_says_which_tests_passed_as_far_as_they_came(runs, capsys, tmp_path) -> None:
+    """Also where they were ended; and it says why tests were skipped."""
+    line = runs.tested(runs.MEASURES[0], ["-m", "pytest"], SAID, 12.34, False)
+    assert (line["passed"], line["failed"], line["skipped"], line["seed"]) == (1, 1, 1, 77)
+    assert line["files"]["tests/gpu/test_cuda.py"] == {"passed": 1, "failed": 1}
+    assert line["failed_tests"] == ["tests/gpu/test_cuda.py::test_two"] and not line["well"]
+    assert runs.tested(runs.MEASURES[0], [], "", 1.0, False)["seed"] is None
+
+    class Tests(runs.Measure):
+        def arguments(self, results: Path, *_: object) -> list[str]:
+            test = str(ROOT / "tests/gpu/test_sanitizer.py")
+            wanted = [f"{test}::test_a_store_beyond_a_tensor_is_seen", f"{test}::{CLEAN}"]
+            return shlex.split("-m pytest -v -p no:cacheprovider -n 1") + wanted
+
+    pytest.importorskip("xdist")
+    runs.run_all([Tests("few", "tests", runs.TESTS, 60, "")], tmp_path, 200)
+    (line,) = [json.loads(each) for each in (tmp_path / runs.TESTS).read_text().splitlines()]
+    out = capsys.readouterr().out
+    assert line["passed"] + line.get("skipped", 0) == 8 and line["well"]
+    assert f"    {line['passed']} passed, failed: []" in out
+    assert ("SKIPPED [" in out) == ("skipped" in line)
+
+
+CLEAN = "test_clean_is_what_has_no_error_and_ends_well"
+
+
+def test_what_a_script_has_started_ends_with_it(runs, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(runs, "GRACE_S", 1)
+    script = "import subprocess, sys; print(subprocess.Popen(['sleep', '100']).pid)"
+    measure = measure_of(runs, "quick", {})
+    assert runs.run(measure, ["-c", script], tmp_path, 30)
+    pid = int((tmp_path / runs.LOG).read_text().splitlines()[-1])
+    state = Path(f"/proc/{pid}/stat")
+    for _ in range(100):
+        if not state.exists() or state.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.05)
+    raise AssertionError("it runs on")
+
+
+def test_the_noise_needs_a_model(runs, capsys, tmp_path) -> None:
+    runs.run_all(runs.chosen(["noise"], None), tmp_path, 1000)
+    assert "noise: left out; it needs --model and --data" in capsys.readouterr().out
+    noise = runs.chosen(["noise"], None)[0].arguments(tmp_path, 10, "a model", "data")
+    assert noise[noise.index("--model") + 1] == "a model"
+
+
 def test_a_measure_that_nobody_knows_is_told(tmp_path) -> None:
     command = [sys.executable, "benchmarks/h200_run.py", "--results", str(tmp_path)]
     done = subprocess.run(
         [*command, "--only", "setps-8b"], cwd=ROOT, capture_output=True, text=True
     )
-    assert done.returncode == 1 and "no setps-8b; there are steps-8b" in done.stderr
+    assert done.returncode == 1 and "no setps-8b; there are tests-gpu" in done.stderr

@@ -27,7 +27,7 @@ from support.interpreter import ON_GPU
 NAME = "compute-sanitizer"
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "tests" / "kernels"
-LIMIT_S = 240
+LIMIT_S = 150
 """Of a part under a tool."""
 
 TOOLS = ("memcheck", "racecheck")
@@ -317,7 +317,7 @@ def test_the_tool_is_found_in_a_toolkit_or_in_a_wheel(tmp_path: Path) -> None:
         ("= ERROR SUMMARY: 10 errors\nexit code: 9", False),
         ("= ERROR SUMMARY: 0 errors\nexit code: 1", False),
         ("10 passed in 2 s\nexit code: 0", False),
-        ("= ERROR SUMMARY: 0 errors\nexit code: none within 240 s", False),
+        ("= ERROR SUMMARY: 0 errors\nexit code: none within 150 s", False),
     ],
 )
 def test_clean_is_what_has_no_error_and_ends_well(said: str, right: bool) -> None:

@@ -198,11 +198,11 @@ def _run(settings: Settings, say: Say, started: float) -> Result:
     )
     lineup.close()
     after = _AfterRounds(lineup, say, started + seconds, notes)
-    pauses_seen = after.measured("pauses", after.pauses)
-    linears_seen = after.measured("single linears", lambda: after.linears(copies)) or []
-    overhead_pct = after.measured("the engine's own work", after.overhead_pct)
     on_gpu = device.type == "cuda"
     waits_pct = after.measured("the device's waits", after.waits_pct) if on_gpu else None
+    overhead_pct = after.measured("the engine's own work", after.overhead_pct)
+    pauses_seen = after.measured("pauses", after.pauses)
+    linears_seen = after.measured("single linears", lambda: after.linears(copies)) or []
     if set(PEFT.values()) <= set(rounds.out_of_memory):
         # Beside our model there was no room; nothing of ours is measured any more.
         alone = after.measured("PEFT by itself", lambda: after.peft_alone(whole))
