@@ -18,7 +18,7 @@ from tlora.model.packing import PackedBatch, Share, pack
 from tlora.model.super_model import SuperModel
 from tlora.model.targets import Target
 from tlora.runtime.benchmark.arms import Adapters, draw_adapters
-from tlora.runtime.benchmark.machine import median_seconds, replayed
+from tlora.runtime.benchmark.machine import replayed, seconds_in_turn
 from tlora.runtime.benchmark.workload import Workload
 
 
@@ -150,10 +150,8 @@ def _time_group(
         torch.autograd.grad([linear(x) for linear in linears], x, dy)
 
     with model.routed(batch, train=True):
-        # Twice each in turn, the better median of either: a machine's hiccup hits one of them.
         steps = [replayed(step, device) for step in (frozen, fused)]
-        times = [median_seconds(step, device) for step in (*steps, *steps)]
-    ms_frozen, ms_fused = min(times[0::2]) * 1e3, min(times[1::2]) * 1e3
+        ms_frozen, ms_fused = (1e3 * seconds for seconds in seconds_in_turn(steps, device))
     extra = adapter_bytes(batch.num_tokens, in_features, out_features, dtype.itemsize)
     return LinearTime(
         name=",".join(target.leaf for target in targets),

@@ -1,10 +1,11 @@
 """The machine under the benchmark: its clock, its memory, and how fast it multiplies and copies."""
 
+import math
 import mmap
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +19,8 @@ SAMPLE_SECONDS = 0.002
 CEILING_TRIES = 10
 CEILING_SECONDS = 2.0
 WARM_UPS_OF_A_CAPTURE = 3
+CUDA_SAMPLE_SECONDS = 0.15
+"""Samples of 40 ms begin at whatever clock the one before has left."""
 
 
 def now(device: torch.device) -> float:
@@ -57,15 +60,32 @@ def free_for_training(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def median_seconds(step: Callable[[], object], device: torch.device, *, repeats: int = 5) -> float:
-    """Of one call; the first call warms up."""
+def seconds_in_turn(
+    steps: Sequence[Callable[[], object]], device: torch.device, *, rounds: int = 5
+) -> list[float]:
+    """Of one call of each, medians. The clock of a GPU follows the power of what it has just done,
+    and is highest after a rest. So a sample comes behind its own like, as long and not timed, and
+    every other round goes backwards: whatever was first would seem faster than it is."""
+    calls = [_calls_of_a_sample(step, device) for step in steps]
+    samples: list[list[float]] = [[] for _ in steps]
+    for number in range(rounds):
+        for i in range(len(steps))[:: -1 if number % 2 else 1]:
+            for _ in range(calls[i]):
+                steps[i]()
+            started = now(device)
+            for _ in range(calls[i]):
+                steps[i]()
+            samples[i].append((now(device) - started) / calls[i])
+    return [statistics.median(each) for each in samples]
+
+
+def _calls_of_a_sample(step: Callable[[], object], device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
     step()
-    samples = []
-    for _ in range(repeats):
-        started = now(device)
-        step()
-        samples.append(now(device) - started)
-    return statistics.median(samples)
+    started = now(device)
+    step()
+    return max(1, math.ceil(CUDA_SAMPLE_SECONDS / (now(device) - started)))
 
 
 def replayed(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
