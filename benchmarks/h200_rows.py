@@ -9,8 +9,9 @@ h200_run.py measures the lines anew.
 
 import argparse
 import json
+import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "h200.md"
 BEGIN, END = "<!-- rows: python benchmarks/h200_rows.py --write -->", "<!-- end of rows -->"
 
 RANKS = [8, 16, 32, 64]
+INSIDE = "inside"
 MLORA_FRACTION = 0.34
 """Of the frozen backbone, as published; not measured here."""
 
@@ -78,35 +80,65 @@ def lines_of(path: Path) -> list[Line]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def linears(adapters: int, *, zero: bool = False, composed: bool = False) -> Read:
+def linears(
+    adapters: int, *, zero: bool = False, lengths: str | None = None, how: Sequence[str] = (INSIDE,)
+) -> Read:
     """Of gpu_linears.py, ranks 8-64 of an 8B layer: the cost by the layer and by its groups. They
-    differ by half a point or more in one run, so their mean is what counts."""
+    differ by half a point or more in one run, so their mean is what counts. With lengths of
+    sequences (512, or the name of a file) it is of nano-batches as the engine composes them, which
+    may be several. `how` has ways to compute the update; the first counts that was timed."""
     case = {"tokens": 8192, "adapters": adapters, "ranks": "mixed", "dropout": 0.0, "zero": zero}
 
+    def of(line: Line) -> list[Line]:
+        found = line.get("results", []) if line.get("shape") == "8b" else []
+        return [each for each in found if is_it(each.get("case", {}))]
+
+    def is_it(given: Line) -> bool:
+        composed = given.get("composed") is not None
+        drawn = Path(given.get("lengths", "512")).stem.removesuffix("_a") if composed else None
+        return drawn == lengths and all(given.get(name) == wanted for name, wanted in case.items())
+
     def read(line: Line, beside: list[Line]) -> Said | None:
-        for each in line.get("results", []) if line.get("shape") == "8b" else []:
-            given = each.get("case", {})
-            is_it = all(given.get(name) == wanted for name, wanted in case.items())
-            is_it = is_it and (given.get("composed") is not None) == composed
-            if is_it and "overhead_inside" in each:
-                layer, group = each["overhead_inside"], each["overhead_inside_by_group"]
-                return Said(50 * (layer + group), f"+{100 * layer:.1f} / +{100 * group:.1f} %")
+        for way in how:
+            keys = f"overhead_{way}", f"overhead_{way}_by_group"
+            pairs = [[100 * each[key] for key in keys] for each in of(line) if keys[0] in each]
+            if pairs:
+                text = ", ".join(f"+{layer:.1f} / +{group:.1f}" for layer, group in pairs)
+                beside_them = "" if way == INSIDE else ", update outside"
+                return Said(statistics.mean(map(sum, pairs)) / 2, f"{text} %{beside_them}")
         return None
 
     return read
 
 
-def step(shape: str, budget: int) -> Read:
-    """Of gpu_step.py."""
+def is_step(line: Line, shape: str, budget: int, lengths: str = "512") -> bool:
+    """Of gpu_step.py, a whole model."""
+    settings = line.get("settings", {})
+    is_it = settings.get("shape") == shape and settings.get("layers") is None
+    is_it = is_it and Path(settings.get("lengths", "512")).stem == lengths
+    return is_it and line.get("budget") == budget and line.get("frozen_fraction") is not None
 
+
+def step(shape: str, budget: int, lengths: str = "512") -> Read:
     def read(line: Line, beside: list[Line]) -> Said | None:
-        settings, fraction = line.get("settings", {}), line.get("frozen_fraction")
-        is_it = settings.get("shape") == shape and settings.get("layers") is None
-        if not is_it or line.get("budget") != budget or fraction is None:
+        if not is_step(line, shape, budget, lengths):
             return None
+        fraction = line["frozen_fraction"]
         return Said(fraction, f"{fraction:.3f} ({line['tokens_per_s']:,.0f} tokens/s)")
 
     return read
+
+
+def idle(line: Line, beside: list[Line]) -> Said | None:
+    """Of the newest steps of the line's commit."""
+    shares = []
+    for case in (("llama-8b", 8192), ("llama-8b", 2048), ("llama-1b", 8192)):
+        found = [each for each in beside if is_step(each, *case)]
+        same = [each for each in found if each["commit"] == line["commit"]]
+        if not same or "idle_share" not in same[-1]:
+            return None
+        shares.append(100 * same[-1]["idle_share"])
+    return Said(max(shares), f"{', '.join(f'{each:.1f}' for each in shares)} %")
 
 
 def bench(line: Line, batch: list[int], budget: int) -> bool:
@@ -206,7 +238,19 @@ ROWS = [
     Row(
         "the same, 32 jobs as the engine composes them: 10 in a nano-batch",
         LINEARS,
-        linears(32, composed=True),
+        linears(32, lengths="512"),
+        OVER_LINEARS,
+    ),
+    Row(
+        "the same, lengths of gsm8k: 23 and more in a nano-batch",
+        LINEARS,
+        linears(32, lengths="gsm8k", how=(INSIDE, "write")),
+        OVER_LINEARS,
+    ),
+    Row(
+        "the same, lengths of scitldr, batches of one sequence: 30 and more",
+        LINEARS,
+        linears(32, lengths="scitldr", how=(INSIDE, "write")),
         OVER_LINEARS,
     ),
     Row(
@@ -232,6 +276,12 @@ ROWS = [
         STEP,
         step("llama-8b", 2048),
         Bar(0.85, "0.85", "0.93"),
+    ),
+    Row(
+        "frozen fraction, 8B, 8,192 tokens, sequences of real lengths (40 to 746)",
+        STEP,
+        step("llama-8b", 8192, "mixed_14"),
+        Bar(0.90, "0.90", "0.96"),
     ),
     Row(
         "useful tokens/s, 8B, batches of 1 to 4 sequences of real lengths, as a fraction of frozen"
@@ -272,15 +322,40 @@ ROWS = [
         Bar(50.0, "50 ms", "5 ms", is_least=False),
     ),
     Row(
+        "the same while one leaves",
+        BENCH,
+        benched([16], 8192, "detach_ms", "{:.1f} ms"),
+        Bar(50.0, "50 ms", "5 ms", is_least=False),
+    ),
+    Row(
         "peak memory over frozen, 8B, 8,192 tokens",
         MEMORY,
         memory,
         Bar(30.0, "+30 GB", "+25 GB", is_least=False),
     ),
     Row(
-        "work of the host, as a share of the time, if the device hid none of it",
+        "work of the host, as a share of the time, if the device hid none of it: batches of"
+        " 16 x 512",
         BENCH,
         benched([16], 8192, "engine_overhead_pct", "{:.1f} %"),
+        WAITING,
+    ),
+    Row(
+        "the same, batches of 1 to 4 as they come",
+        BENCH,
+        benched([1, 2, 3, 4], 8192, "engine_overhead_pct", "{:.1f} %"),
+        WAITING,
+    ),
+    Row(
+        "the same, batches of 1 x 512 in nano-batches of 4,096",
+        BENCH,
+        benched([1], 4096, "engine_overhead_pct", "{:.1f} %"),
+        WAITING,
+    ),
+    Row(
+        "time of a step in which no kernel runs: 8B with 8,192 and 2,048 tokens, 1B",
+        STEP,
+        idle,
         WAITING,
     ),
     Row(

@@ -60,8 +60,8 @@ def test_the_page_has_the_table_of_the_lines(rows) -> None:
     assert made in page, "python benchmarks/h200_rows.py --write"
     assert rows.with_table(page, made) == page
     assert rows.with_table(page, "| other |\n") != page
-    # All but one: what the device waits for.
-    assert made.count("| not measured |") <= 1
+    # What the device waits for, and a step of real lengths.
+    assert made.count("| not measured |") <= 2
 
 
 def test_the_newest_line_counts_and_what_misses_its_bar_is_bold(rows, tmp_path) -> None:
@@ -76,6 +76,40 @@ def test_the_newest_line_counts_and_what_misses_its_bar_is_bold(rows, tmp_path) 
     write(tmp_path, rows.LINEARS, of_linears(0.1, 0.1, composed=1), of_linears(0.1, 0.1, tokens=1))
     write(tmp_path, rows.LINEARS, {"shape": "8b", "results": []}, {"bench": "other"})
     assert said(rows, what, tmp_path) == "+12.1 / +11.7 %"
+
+
+def test_real_lengths_are_rows_of_their_own(rows, tmp_path) -> None:
+    """Where the update inside was timed it counts, else the update outside, which is said; of
+    several nano-batches all are told, and their mean is held against the bar."""
+    what = "the same, lengths of gsm8k"
+    lengths = {"composed": 40, "lengths": "gsm8k.txt"}
+    outside = of_linears(0.0, 0.0, **lengths)
+    for each in outside["results"]:
+        del each["overhead_inside"], each["overhead_inside_by_group"]
+        each |= {"overhead_write": 0.125, "overhead_write_by_group": 0.117}
+    write(tmp_path, rows.LINEARS, outside)
+    assert said(rows, what, tmp_path) == "**+12.5 / +11.7 %, update outside**"
+    inside = of_linears(0.12, 0.118, composed=40, lengths="benchmarks/lengths/gsm8k.txt")
+    inside["results"] += of_linears(0.122, 0.11, composed=47, lengths="gsm8k.txt")["results"]
+    write(tmp_path, rows.LINEARS, inside, of_linears(0.1, 0.1, composed=1, lengths="512"))
+    assert said(rows, what, tmp_path) == "+12.0 / +11.8, +12.2 / +11.0 %"
+    assert said(rows, "the same, 32 jobs as the engine", tmp_path) == "+10.0 / +10.0 %"
+    assert said(rows, "the same, lengths of scitldr", tmp_path) == "not measured"
+    write(tmp_path, rows.STEP, of_step(0.91, lengths="benchmarks/lengths/mixed_14.txt"))
+    real = "frozen fraction, 8B, 8,192 tokens, sequences of real lengths"
+    assert said(rows, real, tmp_path) == "0.910 (10,000 tokens/s)"
+    assert said(rows, "frozen fraction, 8B, 8,192 tokens, every job", tmp_path) == "not measured"
+
+
+def test_the_idle_device_is_of_three_steps_of_one_commit(rows, tmp_path) -> None:
+    what = "time of a step in which no kernel runs"
+    steps = [of_step(0.9), of_step(0.9, budget=2048), of_step(0.9, shape="llama-1b")]
+    for step, share in zip(steps, (0.011, 0.013, 0.019), strict=True):
+        write(tmp_path, rows.STEP, step | {"idle_share": share})
+        found = said(rows, what, tmp_path)
+    assert found == "1.1, 1.3, 1.9 %"
+    write(tmp_path, rows.STEP, steps[0] | {"idle_share": 0.021})
+    assert said(rows, what, tmp_path) == "**2.1, 1.3, 1.9 %**"
 
 
 def test_fractions_are_held_to_be_at_least(rows, tmp_path) -> None:
