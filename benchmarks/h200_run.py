@@ -15,6 +15,7 @@ the order of what is wanted most, and so do the measures of each:
     exact   what exact isolation costs; the linears of a layer
     peft    PEFT with batches of 1 and of 16
     layers  the linears of a layer with fewer tokens and with dropout
+    bits    frozen linears in fewer bits
 
 Every script appends its lines to a file of FOLDER, named as under `results/`, and all say what they
 have to say into FOLDER/log.txt. A script whose name is in FOLDER/done has been run and is not run
@@ -50,7 +51,7 @@ GRACE_S = 20
 PART_S = 560
 """That a part may take, so that ten minutes are enough for it."""
 
-TESTS, NOISE = "h200_tests.jsonl", "bf16_noise.jsonl"
+TESTS, NOISE, BITS = "h200_tests.jsonl", "bf16_noise.jsonl", "h200_quantised.jsonl"
 LOG = "log.txt"
 SIDE_BY_SIDE = 10
 """Processes of tests: one has up to ten gigabytes on the device."""
@@ -201,6 +202,13 @@ MEASURES = [
     ),
     Measure("linears-small", "layers", LINEARS, 200, f"{LAYER} 8 --tokens 4096 2048"),
     Measure("linears-dropout", "layers", LINEARS, 200, f"{LAYER} 8 --dropout 0.05"),
+    Measure(
+        "linears-in-fewer-bits",
+        "bits",
+        BITS,
+        240,
+        "benchmarks/gpu_quantised.py --shape 8b --seconds {seconds} --json {file}",
+    ),
 ]
 """In the order in which they are worth a device's time, part by part."""
 
@@ -361,7 +369,7 @@ def main(arguments: list[str] | None = None) -> None:
     if given.list:
         for each in measures:
             command = each.arguments(given.results or Path("FOLDER"), each.seconds)
-            print(f"{each.part:6} {each.name:17} {each.seconds:4} s  python {shlex.join(command)}")
+            print(f"{each.part:6} {each.name:21} {each.seconds:4} s  python {shlex.join(command)}")
     elif given.results is None:
         parser.error("--results: the folder for the lines is missing")
     else:

@@ -164,7 +164,7 @@ def test_every_measure_is_of_a_script_that_takes_its_options(
 
 
 def test_every_row_has_a_measure(rows, runs) -> None:
-    others = {runs.TESTS, runs.NOISE}
+    others = {runs.TESTS, runs.NOISE, runs.BITS}
     assert {row.file for row in rows.ROWS} | others == {each.file for each in runs.MEASURES}
 
 

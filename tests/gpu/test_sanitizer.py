@@ -82,6 +82,15 @@ PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("*right_kernels_pass[[]dropout]", "*right_kernels_pass[[]both]"),
     ),
     "settings of other devices": (f"{LORA}_tuner.py", ("*small_devices*float16]",)),
+    "weights in fewer bits": (
+        "quantised/test_triton.py",
+        (
+            "*rows_in_fp8*[[]*widths[45]-dtype1]",
+            "*no_number_stays_alone[[]4100]",
+            "*unpacked_nf4*-dtype1]",
+        ),
+    ),
+    "adapters over weights in fewer bits": (f"{LORA}_quantised.py", ("*",)),
     "adamw": (
         "adamw/test_triton.py",
         (

@@ -5,7 +5,7 @@ import importlib.util
 
 import pytest
 import torch
-from support.interpreter import DEVICE, KERNELS_RUN, ON_GPU, runs_kernels
+from support.interpreter import DEVICE, KERNELS_RUN, ON_GPU, SEED, runs_kernels
 
 from tlora.kernels.quantised import fp8, nf4
 
@@ -20,7 +20,8 @@ HALVES = [torch.float16, torch.bfloat16] if ON_GPU else [torch.float16]
 
 
 def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+    generator = torch.Generator().manual_seed(SEED + seed)
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
 
 @pytest.fixture(autouse=True)
