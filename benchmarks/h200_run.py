@@ -252,7 +252,8 @@ TOLD = re.compile(r"^\[gw\d+\] .*?(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) (tes
 
 def tested(measure: Measure, arguments: list[str], said: str, seconds: float, well: bool) -> dict:
     """A line of what the tests did, as far as they came."""
-    # torch takes its time, and here some of the device.
+    # Of this checkout, as the tests; late, since torch takes its time and here some of the device.
+    sys.path.insert(0, str(ROOT))
     import torch
 
     from tlora.runtime.benchmark.machine import device_name
