@@ -15,7 +15,7 @@ the order of what is wanted most, and so do the measures of each:
     exact   what exact isolation costs; the linears of a layer
     peft    PEFT with batches of 1 and of 16
     layers  the linears of a layer with fewer tokens and with dropout
-    bits    frozen linears in fewer bits
+    others  every arm with a 1B model; frozen linears in fewer bits
 
 Every script appends its lines to a file of FOLDER, named as under `results/`, and all say what they
 have to say into FOLDER/log.txt. A script whose name is in FOLDER/done has been run and is not run
@@ -55,6 +55,9 @@ TESTS, NOISE, BITS = "h200_tests.jsonl", "bf16_noise.jsonl", "h200_quantised.jso
 LOG = "log.txt"
 SIDE_BY_SIDE = 10
 """Processes of tests: one has up to ten gigabytes on the device."""
+
+MOST_SKIPPED = 20
+"""Reasons that are printed; all are in the log."""
 
 PYTEST = f"-m pytest -v -p no:cacheprovider -n {SIDE_BY_SIDE} --dist worksteal"
 KERNEL_TESTS = " ".join(
@@ -203,8 +206,16 @@ MEASURES = [
     Measure("linears-small", "layers", LINEARS, 200, f"{LAYER} 8 --tokens 4096 2048"),
     Measure("linears-dropout", "layers", LINEARS, 200, f"{LAYER} 8 --dropout 0.05"),
     Measure(
+        "batches-of-16-1b",
+        "others",
+        BENCH,
+        220,
+        f"{MIXED} 16 --shape llama-1b --steps 2 --budget 8192 --repeats 2"
+        " --arms own,compiled,one-at-a-time,plain,peft",
+    ),
+    Measure(
         "linears-in-fewer-bits",
-        "bits",
+        "others",
         BITS,
         240,
         "benchmarks/gpu_quantised.py --shape 8b --seconds {seconds} --json {file}",
@@ -341,7 +352,7 @@ def run_all(
             with (results / TESTS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
             print(f"    {line.get('passed', 0)} passed, failed: {line['failed_tests']}")
-            for each in re.findall(r"^SKIPPED \[.*", said, re.MULTILINE):
+            for each in re.findall(r"^SKIPPED \[.*", said, re.MULTILINE)[:MOST_SKIPPED]:
                 print(f"    {each}")
         report(measure, results)
         if well:
