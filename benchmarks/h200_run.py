@@ -147,7 +147,7 @@ MEASURES = [
         "noise",
         "noise",
         NOISE,
-        240,
+        400,
         "benchmarks/bf16_noise.py --model {model} --data {data} --seconds {seconds} --json {file}",
     ),
     Measure(
