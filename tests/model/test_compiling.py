@@ -8,9 +8,12 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from tlora.core.job import DataSpec, JobSpec, LoraSpec, TrainSpec
 from tlora.core.sequence import TokenSequence
+from tlora.kernels.quantised import fp8
+from tlora.kernels.quantised.weights import Format
 from tlora.model import compiling, routing, super_model
 from tlora.model.compiling import graphs_compiled
 from tlora.model.packing import PackedBatch, Share, pack
+from tlora.model.quantising import quantise_linears
 from tlora.model.super_model import SuperModel
 from tlora.runtime import exporting
 from tlora.training.engine import Engine
@@ -338,3 +341,37 @@ def test_checks_in_float32_keep_no_layer_of_a_half_precision_model_from_compilin
         found[dtype] = model.routing.compiled
     assert found == {torch.bfloat16: True, torch.float32: False}
     assert {torch.bfloat16, torch.float32} == set(seen)
+
+
+@pytest.mark.parametrize(
+    ("how", "dtype"), [("nf4", torch.float32), ("nf4", torch.bfloat16), ("fp8", torch.bfloat16)]
+)
+def test_layers_on_quantised_weights_share_their_graphs(
+    on_any_device: None, how: Format, dtype: torch.dtype
+) -> None:
+    """The same losses and gradients as uncompiled, also recomputed in backward, and no graph more
+    than for weights in full."""
+    plain, compiled, recomputed = (
+        quantised_llama(how, dtype, **settings)
+        for settings in ({}, {"compiled": True}, {"compiled": True, "gradient_checkpointing": True})
+    )
+    for model in (plain, compiled, recomputed):
+        attach(model, "a", 4)
+        attach(model, "b", 6, dropout=0.2)
+    wanted = step(plain, 32, 0)
+    before = graphs_compiled()
+    assert same(step(compiled, 32, 0), wanted)
+    assert graphs_compiled() == before + 2
+    assert same(step(recomputed, 32, 0), wanted)
+
+
+def quantised_llama(how: Format, dtype: torch.dtype, **settings: bool) -> SuperModel:
+    """With weights turned for dX where products are of FP8, as on a GPU."""
+    base = tiny_llama().to(dtype)
+    quantise_linears(base, how, torch.device("cpu"))
+    model = SuperModel(base, **settings)
+    for group in model.groups:
+        if group.in_fp8:
+            group.turned = fp8.turned(group.weights)
+    assert any(group.in_fp8 for group in model.groups) is (how == "fp8")
+    return model
