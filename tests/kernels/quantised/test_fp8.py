@@ -44,6 +44,22 @@ def test_a_row_of_no_number_does_not_reach_the_others():
     assert torch.equal(scales[::2], clean_scales[::2])
 
 
+@pytest.mark.parametrize("size", [1e-36, 1e-40, 1e-45])
+def test_a_row_that_is_nearly_nothing_stays_a_number(size: float) -> None:
+    """As dY of a token that hardly counts: its scale must not round to zero, for dX would be lost
+    with the whole sequence."""
+    x = values(3, 48)
+    x[1] *= size
+    x[1, ::2] = 0
+    found, scales = fp8.quantise_rows([x])
+    back = fp8.dense(found, scales, torch.float32)
+    assert back.isfinite().all()
+    assert (back[1] - x[1]).abs().max() <= max(HALF_A_STEP * size * 4, 2.0**-135)
+    weight, scale = quantise(0.02 * values(32, 48, seed=1), "fp8")
+    dy = x[:, :32].to(BF16)
+    assert fp8.input_gradient([dy], [scale], fp8.turned([weight])).isfinite().all()
+
+
 def test_matrices_side_by_side_have_one_scale_a_row():
     parts, factors = [values(4, 16), values(4, 32, seed=1)], values(48, seed=2)
     found, scales = fp8.quantise_rows(parts, factors)

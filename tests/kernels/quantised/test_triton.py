@@ -53,13 +53,15 @@ def same_bits(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...])
 @pytest.mark.parametrize("widths", [(1,), (64,), (5008,), (48, 16), (272, 48, 4112), (16,) * 4])
 @pytest.mark.parametrize("factors", [False, True])
 def test_rows_in_fp8_have_the_definitions_bits(dtype, widths, factors, new_tensors_hold_nan):
-    """Of one tile and of more, side by side, with rows of nothing, tiny ones and huge ones."""
-    parts = [values(5, width, seed=i, dtype=dtype) for i, width in enumerate(widths)]
+    """Of one tile and of more, side by side, with rows of nothing, tiny ones and huge ones; the
+    last is smaller than any scale."""
+    parts = [values(6, width, seed=i, dtype=dtype) for i, width in enumerate(widths)]
     parts[0][1] = 0.0
     for part in parts:
         part[2] *= 1e-4
         part[3] *= 1e4
         part[4] = 0.0
+        part[5] *= 1e-44
     of_columns = values(sum(widths), seed=9).abs() if factors else None
     found = triton_fp8.quantise_rows(parts, of_columns)
     assert same_bits(found, fp8.quantise_rows_plainly(parts, of_columns))

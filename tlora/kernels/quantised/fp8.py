@@ -14,6 +14,10 @@ from tlora.kernels.quantised.devices import device_rounds, has_products
 
 FORMAT = torch.float8_e4m3fn
 LARGEST = 448.0
+SMALLEST_SCALE = 2.0**-126
+"""The smallest number in full precision. The scale of a row that is nearly nothing would round to
+zero, and zeros over that are no numbers."""
+
 ALIGNMENT = 16
 """Of both widths of a weight, where cuBLAS is to multiply it."""
 
@@ -36,9 +40,8 @@ def quantise_rows_plainly(
     values = torch.cat([part.detach().float() for part in parts], 1)
     if factors is not None:
         values = values * factors
-    most = values.abs().amax(1)
-    # Not `most > 0`: a row with a NaN in it stays one.
-    scales = torch.where(most == 0, 1.0, most / LARGEST)
+    # A row with a NaN in it stays one.
+    scales = (values.abs().amax(1) / LARGEST).clamp(min=SMALLEST_SCALE)
     return (values / scales[:, None]).clamp(-LARGEST, LARGEST).to(FORMAT), scales
 
 

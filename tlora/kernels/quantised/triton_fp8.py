@@ -11,8 +11,10 @@ import triton.language as tl
 
 from tlora.kernels.quantised.fp8 import FORMAT
 from tlora.kernels.quantised.fp8 import LARGEST as LARGEST_VALUE
+from tlora.kernels.quantised.fp8 import SMALLEST_SCALE as SMALLEST_SCALE_VALUE
 
 LARGEST = tl.constexpr(LARGEST_VALUE)
+SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE_VALUE)
 MOST_PARTS = 3
 TILE = 4096
 
@@ -64,7 +66,7 @@ def quantise_kernel(
     # What is no number must reach every value of the row, and tl.max passes over it.
     is_none = tl.max((b_most != b_most).to(tl.int32), axis=0) > 0
     most = tl.max(b_most, axis=0)
-    scale = tl.where(most == 0, 1.0, tl.div_rn(most, LARGEST))
+    scale = tl.maximum(tl.div_rn(most, LARGEST), SMALLEST_SCALE)
     scale = tl.where(is_none, float("nan"), scale)
     tl.store(p_scales + i_row, scale)
     _write(p_out, p_x, p_factors, scale, N_X, BN, FACTORS)
