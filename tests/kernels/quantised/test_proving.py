@@ -30,12 +30,13 @@ def as_a_device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     monkeypatch.setattr(devices, "_without_kernels", set())
     monkeypatch.setattr(devices, "_without_products", set())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: device.index)
     for find in ("kernel_fault", "product_fault"):
         right = getattr(proving, find)
         monkeypatch.setattr(proving, find, lambda _, *how, right=right: right(CPU, *how))
-    proving.prove.cache_clear()
+    proving._prove.cache_clear()
     yield device
-    proving.prove.cache_clear()
+    proving._prove.cache_clear()
 
 
 @pytest.mark.parametrize("how", ["fp8", "nf4"])
@@ -64,6 +65,20 @@ def test_kernels_that_are_wrong_are_not_used(kernels, as_a_device, how, said, mo
     assert not devices.device_serves(as_a_device)
     assert devices.has_products(as_a_device)
     assert said in caplog.text
+
+
+def test_a_device_without_a_number_is_the_one_that_tensors_are_on(
+    kernels, as_a_device, monkeypatch
+):
+    """`cuda`, as a job file says it: what is refused there is looked up by where weights are."""
+    right = fp8.product
+    monkeypatch.setattr(fp8, "product", lambda *case: right(*case) * 1.01)
+    monkeypatch.setattr(
+        kernels[0], "quantise_rows", lambda parts, factors: fp8.quantise_rows_plainly(parts)
+    )
+    proving.prove(torch.device("cuda"), "fp8")
+    assert not devices.device_rounds(as_a_device)
+    assert not devices.has_products(as_a_device)
 
 
 def test_kernels_that_do_not_run_are_not_used(kernels, as_a_device, monkeypatch, caplog):

@@ -19,11 +19,17 @@ PRODUCT_LIMIT = 5e-3
 """Of a product of the same FP8 values, rounded to bfloat16: half of its last place is 2e-3."""
 
 
-@functools.cache
 def prove(device: torch.device, how: Format) -> None:
     """For the rest of this process."""
     if device.type != "cuda":
         return
+    # Tensors are on a device with a number: what is refused is looked up by that.
+    index = torch.cuda.current_device() if device.index is None else device.index
+    _prove(torch.device("cuda", index), how)
+
+
+@functools.cache
+def _prove(device: torch.device, how: Format) -> None:
     kernels = devices.device_rounds if how == "fp8" else devices.device_serves
     if kernels(device) and (fault := _told(kernel_fault, device, how)):
         logger.warning(
