@@ -67,6 +67,20 @@ def test_kernels_that_are_wrong_are_not_used(kernels, as_a_device, how, said, mo
     assert said in caplog.text
 
 
+@pytest.mark.parametrize("dtype", proving.DTYPES)
+def test_kernels_have_to_be_right_in_every_format(kernels, as_a_device, dtype, monkeypatch, caplog):
+    """A model in bfloat16 is probed in float32; another is trained in float16."""
+
+    def off(packed, scales, shape, wanted):
+        found = nf4.dense(packed, scales, shape, wanted)
+        return found * 1.01 if wanted == dtype else found
+
+    monkeypatch.setattr(kernels[1], "dense", off)
+    proving.prove(as_a_device, "nf4")
+    assert not devices.device_serves(as_a_device)
+    assert f"unpacked values differ in {str(dtype).removeprefix('torch.')}" in caplog.text
+
+
 def test_a_device_without_a_number_is_the_one_that_tensors_are_on(
     kernels, as_a_device, monkeypatch
 ):

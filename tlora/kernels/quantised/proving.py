@@ -14,6 +14,8 @@ logger = logging.getLogger(__name__)
 ROWS, WIDTHS = 37, (272, 48, 5008)
 """Blocks of 64 across rows, rows of more than a tile, three matrices side by side."""
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
 PRODUCT = (300, 512, 272)
 PRODUCT_LIMIT = 5e-3
 """Of a product of the same FP8 values, rounded to bfloat16: half of its last place is 2e-3."""
@@ -58,23 +60,34 @@ def _told(find, *case) -> str | None:
 
 
 def kernel_fault(device: torch.device, how: Format) -> str | None:
-    """All results have to be the same to the bit."""
-    parts = [_random(device, ROWS, width).to(torch.bfloat16) for width in WIDTHS]
-    if how == "nf4":
-        from tlora.kernels.quantised import triton_nf4
+    """All results have to be the same to the bit, in every format: a model in half precision is
+    looked at in float32, too."""
+    find = _unpacking_fault if how == "nf4" else _rounding_fault
+    for dtype in DTYPES:
+        parts = [_random(device, ROWS, width).to(dtype) for width in WIDTHS]
+        if fault := find(parts):
+            return f"{fault} in {str(dtype).removeprefix('torch.')}"
+    return None
 
-        # Whole blocks and a part of one.
-        for part in (parts[1], parts[2][:, :-1]):
-            packed, scales = nf4.quantise(part)
-            case = (packed, scales, (part.shape[0], part.shape[1]), torch.bfloat16)
-            if not torch.equal(triton_nf4.dense(*case), nf4.dense(*case)):
-                return "unpacked values differ"
-        return None
+
+def _unpacking_fault(parts: list[torch.Tensor]) -> str | None:
+    from tlora.kernels.quantised import triton_nf4
+
+    # Whole blocks and a part of one.
+    for part in (parts[1], parts[2][:, :-1]):
+        packed, scales = nf4.quantise(part)
+        case = (packed, scales, (part.shape[0], part.shape[1]), part.dtype)
+        if not torch.equal(triton_nf4.dense(*case), nf4.dense(*case)):
+            return "unpacked values differ"
+    return None
+
+
+def _rounding_fault(parts: list[torch.Tensor]) -> str | None:
     from tlora.kernels.quantised import triton_fp8
 
     parts[0][1] = 0.0
     parts[1][2] = 1e-3
-    for factors in (None, _random(device, sum(WIDTHS))):
+    for factors in (None, _random(parts[0].device, sum(WIDTHS))):
         found = triton_fp8.quantise_rows(parts, factors)
         right = fp8.quantise_rows_plainly(parts, factors)
         if not all(
