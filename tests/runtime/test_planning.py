@@ -12,6 +12,7 @@ from support.scheduling import request
 from tlora.config import load_spec
 from tlora.core.cluster import uniform_cluster
 from tlora.core.errors import SpecError
+from tlora.costs.layout import NAMED
 from tlora.costs.profile import write_profile
 from tlora.runtime.planning import ChosenProfile, choose_profile, plan_requests, plan_run
 
@@ -61,6 +62,25 @@ def test_what_does_not_fit_is_refused_with_its_reason() -> None:
     assert found.refused == ("large",)
     assert found.waiting == ()
     assert "refused" in str(found.decisions[0])
+
+
+@pytest.mark.parametrize(
+    ("asked", "fsdp"), [({}, {1, 2, 4}), ({"whole": True}, {1}), ({"exact": True}, {1})]
+)
+def test_no_group_is_offered_shards_that_its_run_refuses(
+    asked: dict[str, bool], fsdp: set[int]
+) -> None:
+    """Neither for all jobs as one group nor inside of each."""
+    jobs = [request("large", gpus=2, batch=64)]
+    chosen = ChosenProfile(new_profile(), "a test")
+    found = plan_requests(
+        jobs, uniform_cluster(4), chosen, policy="tlora", layout=NAMED["llama-8b"], **asked
+    )
+    [group] = found.groups
+    assert len(group.gpus) == 4
+    for choice in (group.inside, found.one_group):
+        assert choice is not None
+        assert {each.price.plan.fsdp for each in choice.candidates} == fsdp
 
 
 def test_profiles_of_other_bases_and_unknown_policies_are_refused(spec, tmp_path: Path) -> None:

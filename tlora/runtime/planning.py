@@ -1,8 +1,9 @@
 """`tlora plan`: what would be grouped with what, where, how fast, and why. Also the profile and the
 costs that plans and scheduled runs rest on."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -210,7 +211,10 @@ def plan_requests(
         state.apply(decision)
     state.check()
     rates: dict[str, float] = {}
-    groups = [_planned_group(group, state, costs, rates, layout) for group in state.groups.values()]
+    planner = partial(Planner, costs, layout=layout, exact=exact, whole=whole)
+    groups = [
+        _planned_group(group, state, costs, rates, planner) for group in state.groups.values()
+    ]
     fair = fair_gpus(state)
     return RunPlan(
         policy=policy,
@@ -220,11 +224,7 @@ def plan_requests(
         jobs=tuple(_planned_job(each, state, costs, rates, fair) for each in requests),
         decisions=tuple(decisions),
         refused=tuple(name for name, how in state.outcomes.items() if how == "refused"),
-        one_group=Planner(costs, requests, layout=layout, exact=exact, whole=whole).choose(
-            len(cluster)
-        )
-        if len(cluster) > 1
-        else None,
+        one_group=planner(requests).choose(len(cluster)) if len(cluster) > 1 else None,
     )
 
 
@@ -308,7 +308,7 @@ def _planned_group(
     state: State,
     costs: Costs,
     rates: dict[str, float],
-    layout: BaseLayout | None,
+    planner: Callable[..., Planner],
 ) -> PlannedGroup:
     requests = [state.jobs[name].request for name in group.jobs]
     found = costs.predict(
@@ -317,8 +317,8 @@ def _planned_group(
     rates.update(zip(group.jobs, found.steps_per_s, strict=True))
     inside = None
     if len(group.gpus) > 1:
-        planner = Planner(costs, requests, layout=layout, weights=list(group.jobs.values()))
-        inside = planner.choose(len(group.gpus), gpus=group.gpus)
+        weighted = planner(requests, weights=list(group.jobs.values()))
+        inside = weighted.choose(len(group.gpus), gpus=group.gpus)
     return PlannedGroup(
         name=group.name,
         gpus=group.gpus,
