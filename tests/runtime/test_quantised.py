@@ -17,6 +17,7 @@ from tlora.core.plan import Plan
 from tlora.model.loading import load_shape
 from tlora.model.quantising import saved_bytes
 from tlora.model.targets import find_targets
+from tlora.runtime import planning
 from tlora.runtime.checking import check_run
 from tlora.runtime.elastic.roll import newcomers
 from tlora.runtime.group.plans import check_plan
@@ -119,6 +120,17 @@ def test_plans_know_what_it_takes(base, rows) -> None:
     assert choose_profile(held, None, CPU).profile.memory.weights_bytes == full - saved
     assert look_into(plain).planner(2).may_shard
     assert not look_into(held).planner(2).may_shard
+
+
+def test_a_profile_of_another_format_loses_what_it_holds(base, rows, monkeypatch) -> None:
+    """A base in float32, planned on figures that were measured in bfloat16."""
+    full = choose_profile(spec_of(base, rows, "none"), None, CPU).profile
+    memory = replace(full.memory, weights_bytes=full.memory.weights_bytes // 2)
+    measured = replace(full, dtype="bfloat16", memory=memory)
+    monkeypatch.setattr(planning, "find_profile", lambda _: measured)
+    saved = saved_bytes(find_targets(load_shape(BaseSpec(model=str(base)))).values(), "nf4", 2)
+    found = choose_profile(spec_of(base, rows), "measured", CPU).profile.memory.weights_bytes
+    assert found == memory.weights_bytes - saved > 0
 
 
 def test_more_adapters_have_room_beside_it(base, rows, monkeypatch) -> None:

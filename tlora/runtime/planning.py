@@ -288,7 +288,7 @@ def _of_run(profile: Profile, spec: RunSpec, shape: Shape) -> Profile:
     """Profiles are of weights in full; what quantised ones change of the time is not known."""
     how = spec.base.quantization
     if how != "none":
-        saved = saved_bytes(shape.targets, how, shape.dtype.itemsize)
+        saved = saved_bytes(shape.targets, how, _itemsize(profile))
         weights = profile.memory.weights_bytes - saved
         profile = replace(profile, memory=replace(profile.memory, weights_bytes=weights))
     return _sized(profile, spec)
