@@ -105,6 +105,31 @@ def test_a_file_that_does_not_load_is_not_allowed(override: dict[str, object]) -
     assert not allows(json_schema(), tree)
 
 
+@pytest.mark.parametrize(
+    ("fields", "loads"),
+    [
+        ({"load_in_4bit": True}, True),
+        ({"load_in_4bit": False}, True),
+        ({"quantization_bit": 4}, True),
+        ({"quantization": None}, True),
+        ({"quantization": "nf4"}, True),
+        ({"quantization_bit": 8}, False),
+        ({"quantization": "int4"}, False),
+    ],
+)
+def test_bits_of_a_base_are_marked_as_the_loader_takes_them(
+    fields: dict[str, object], loads: bool
+) -> None:
+    """Also where another tool's word for them is no text."""
+    tree = {"base": {"model": "org/m", **fields}, "jobs": [{"name": "a", "data": "org/rows"}]}
+    if loads:
+        load_spec(tree)
+    else:
+        with pytest.raises(SpecError):
+            load_spec(tree)
+    assert allows(json_schema(), tree) is loads
+
+
 @pytest.mark.parametrize("missing", ["base", "jobs"])
 def test_base_and_jobs_are_required(missing: str) -> None:
     """And a job needs its name."""

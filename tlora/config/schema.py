@@ -17,6 +17,7 @@ from tlora.config.fields import (
     OTHER_WORDS,
     PER_DEVICE,
     RUN,
+    RUN_ALIASES,
     SCHEDULER_KWARGS,
     Vocabulary,
 )
@@ -105,11 +106,13 @@ def field_schema(name: str, key: str) -> Tree:
         return {"type": "number", "minimum": 0, "exclusiveMaximum": 1, "description": text}
     if "enum" in schema:
         schema["enum"] = [*cast(list[str], schema["enum"]), *OTHER_WORDS.get(name, {})]
+        # The words of others need not be text.
+        schema.pop("type", None)
     if name == "report_to":
         items = cast(Tree, schema["items"])
         single = {"enum": [*cast(list[str], items["enum"]), "none"]}
         return {"anyOf": [single, {"type": "array", "items": items}], **only(schema, "description")}
-    if key in ALIASES:
+    if key in ALIASES or key in RUN_ALIASES:
         schema["description"] = f"The same as {name}. {schema['description']}"
     return schema
 
