@@ -212,10 +212,13 @@ def test_bases_in_four_bits_may_be_asked_for_in_the_words_of_others(
     ("fields", "message"),
     [
         ({"quantization": "int3"}, "base.quantization"),
+        ({"quantization": 1}, "base.quantization: must be one of none, fp8, nf4, got 1"),
+        ({"quantization_bit": 1}, r"got 1 \(written as base\.quantization_bit\)"),
+        ({"quantization_bit": 0}, r"got 0 \(written as base\.quantization_bit\)"),
         ({"quantization_bit": 8}, r"got 8 \(written as base\.quantization_bit\)"),
         (
             {"load_in_8bit": True},
-            "base.load_in_8bit: unknown key; eight bits are 'quantization: fp8'",
+            "base.load_in_8bit: unknown key; eight bits are 'base.quantization: fp8'",
         ),
         ({"load_in_4bit": True, "quantization": "fp8"}, "base.quantization"),
     ],
@@ -233,7 +236,26 @@ def test_what_all_jobs_share_is_sent_to_its_section(key: str, section: str) -> N
     """From a job, from the defaults, and from the top of the file."""
     where = f"'{key}' belongs in '{section}'"
     for refused in (lambda: load(**{key: 1}), lambda: load_over({key: 1})):
-        with pytest.raises(SpecError, match=f"{where}, at the top of the file"):
+        with pytest.raises(SpecError, match=f"{where} at the top of the file"):
             refused()
     with pytest.raises(SpecError, match=where):
         load_spec({"base": "org/model", key: 1, "jobs": [{"name": "a", "data": "org/rows"}]})
+
+
+@pytest.mark.parametrize("place", ["jobs", "train", "defaults"])
+def test_words_for_the_base_are_sent_there_from_a_job(place: str) -> None:
+    """Configs of tools with one job have everything in one place."""
+    for key in ("quantization", "load_in_4bit", "quantization_bit", "dtype"):
+        job: dict[str, object] = {"name": "a", "data": "org/rows"}
+        file = {"base": "org/model", "jobs": [job]}
+        match place:
+            case "jobs":
+                job[key] = "nf4"
+            case "train":
+                job["train"] = {key: "nf4"}
+            case _:
+                file["defaults"] = {key: "nf4"}
+        with pytest.raises(SpecError, match=f"'{key}' belongs in 'base' at the top of the file"):
+            load_spec(file)
+    with pytest.raises(SpecError, match=r"eight bits are 'base\.quantization: fp8'"):
+        load_spec({"base": "org/model", "jobs": [{"name": "a", "load_in_8bit": True}]})

@@ -75,10 +75,10 @@ RUN_ALIASES = {
     "load_in_4bit": "base.quantization",
     "quantization_bit": "base.quantization",
 }
-"""The same for fields of the file's top; accepted in the field's own section."""
+"""The same for fields outside of jobs; accepted in the field's own section."""
 
 ABSENT = {
-    "load_in_8bit": "eight bits are 'quantization: fp8' here, four 'quantization: nf4'",
+    "load_in_8bit": "eight bits are 'base.quantization: fp8' here, four 'base.quantization: nf4'",
 }
 """What other tools have and this one has not, and what to write instead."""
 
@@ -181,8 +181,14 @@ def usual_word(name: str, value: object) -> object:
     if name == "lora.target_modules" and isinstance(value, str) and COMMA_LIST.fullmatch(value):
         return [part.strip() for part in value.split(",")]
     if value is None or isinstance(value, (str, int)):
-        return OTHER_WORDS.get(name, {}).get(value, value)
+        words = OTHER_WORDS.get(name, {})
+        # Of this type: to Python 1 is True, and one bit is not four.
+        return next((ours for word, ours in words.items() if _is_same(word, value)), value)
     return value
+
+
+def _is_same(word: object, value: object) -> bool:
+    return type(word) is type(value) and word == value
 
 
 def unknown_key(key: str, vocabulary: Vocabulary, section: str) -> str:
@@ -195,16 +201,23 @@ def unknown_key(key: str, vocabulary: Vocabulary, section: str) -> str:
         return f"unknown key; '{key}' belongs at the top of the file"
     if key in ABSENT:
         return f"unknown key; {ABSENT[key]}"
-    above = [name for name, keys in RUN.sections.items() if name and key in keys]
-    if vocabulary is JOB and above:
-        return f"unknown key; '{key}' belongs in '{above[0]}', at the top of the file"
-    homes = [f"'{name}'" for name, keys in vocabulary.sections.items() if name and key in keys]
+    homes = _homes(key, vocabulary)
     if homes:
-        return f"unknown key; '{key}' belongs in {' or '.join(homes)}"
+        return f"unknown key; '{key}' belongs in {homes}"
+    homes = _homes(key, RUN)
+    if homes:
+        return f"unknown key; '{key}' belongs in {homes} at the top of the file"
     candidates = list(vocabulary.sections[section])
     if vocabulary is RUN and section == "":
         candidates += ["defaults", "jobs"]
     return f"unknown key; {nearest(key, candidates)}"
+
+
+def _homes(key: str, vocabulary: Vocabulary) -> str:
+    """The sections that have it."""
+    return " or ".join(
+        f"'{name}'" for name, keys in vocabulary.sections.items() if name and key in keys
+    )
 
 
 def nearest(word: str, candidates: list[str]) -> str:
