@@ -177,6 +177,8 @@ def test_a_model_with_nothing_to_quantise_is_refused() -> None:
             check_quantisable(base, targets)
         assert caught.value.field == "base.quantization"
         check_quantisable(BaseSpec(model="x"), targets)
+        with pytest.raises(ModelError, match="GPT2LMHeadModel has no linear whose weight"):
+            quantise_linears(tiny_model(kind), "nf4", CPU)
 
 
 @pytest.mark.parametrize(("how", "itemsize"), [("nf4", 2), ("nf4", 4), ("fp8", 4)])

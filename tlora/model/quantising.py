@@ -29,10 +29,13 @@ def quantise_linears(model: PreTrainedModel, how: Format, device: torch.device) 
     """Every linear that can carry an adapter, which leaves embeddings, head, norms and experts. One
     after the other is brought to the device and let go, so that there is no second model
     anywhere."""
+    targets = [target for target in find_targets(model).values() if _can_be(target)]
+    if not targets:
+        raise ModelError(
+            f"base.model: {type(model).__name__} has no linear whose weight can be held in {how}"
+        )
     prove(device, how)
-    for target in find_targets(model).values():
-        if not _can_be(target):
-            continue
+    for target in targets:
         linear = model.get_submodule(target.path)
         assert isinstance(linear, nn.Linear)
         if not linear.weight.isfinite().all():
