@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoConfig
 
 from tlora.core.errors import ModelError
 from tlora.core.job import BaseSpec
+from tlora.model import loading
 from tlora.model.loading import (
     context_length,
     load_base,
@@ -20,6 +22,7 @@ from tlora.model.loading import (
     load_tokenizer,
     resolve_device,
 )
+from tlora.model.quantised_linear import QuantisedLinear
 from tlora.model.targets import find_targets
 
 CPU = torch.device("cpu")
@@ -116,6 +119,53 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(base: Path, damage: str) ->
     message = str(caught.value)
     assert message.startswith("base.model: ") and trouble in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("held", "method"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"load_in_4bit": True}, "bitsandbytes"),
+        ({"quant_method": "gptq", "bits": 4}, "gptq"),
+        ({"quant_method": "awq", "bits": 4}, "awq"),
+    ],
+)
+@pytest.mark.parametrize("load", [load_shape, lambda asked: load_base(asked, CPU)])
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
+def test_weights_in_fewer_bits_already_are_refused(
+    base: Path, held: dict[str, object], method: str, load, quantization: str
+) -> None:
+    """Before anything is read, and whether the library that could read them is there or not: a
+    person is not sent to install it."""
+    change_config(quantization_config=held)(base)
+    with pytest.raises(
+        ModelError, match=rf"quantised already \({method}\); name the checkpoint in"
+    ):
+        load(spec(base, quantization=quantization))
+
+
+def test_weights_that_are_unpacked_as_they_are_read_may_be_quantised(base: Path) -> None:
+    """Those in MXFP4 or FP8 on a machine that cannot multiply them."""
+    change_config(quantization_config={"quant_method": "mxfp4"})(base)
+    model = load_base(spec(base, quantization="nf4"), CPU)
+    assert isinstance(model.get_submodule(Q_PROJ.removesuffix(".weight")), QuantisedLinear)
+
+
+def test_weights_that_are_left_in_fewer_bits_are_not_quantised(base: Path, monkeypatch) -> None:
+    """As those in FP8 on Hopper: their scales would be lost."""
+    honest = loading.AutoModelForCausalLM.from_pretrained
+
+    def left(*arguments, **settings):
+        model, report = honest(*arguments, **settings)
+        model.hf_quantizer = SimpleNamespace(
+            quantization_config=SimpleNamespace(quant_method="fp8")
+        )
+        return model, report
+
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", left)
+    with pytest.raises(ModelError, match=r"quantised already \(fp8\)"):
+        load_base(spec(base, quantization="nf4"), CPU)
+    assert load_base(spec(base), CPU) is not None
 
 
 def test_the_context_is_known_under_every_models_name_for_it() -> None:

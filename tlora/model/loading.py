@@ -14,6 +14,10 @@ from tlora.model.memory import is_out_of_memory
 from tlora.model.probe import check_layer_types
 from tlora.model.quantising import quantise_linears
 
+UNREAD = ("bitsandbytes", "gptq", "awq")
+"""Of checkpoints whose weights are in fewer bits already: linears that are no longer such, and can
+carry no adapter."""
+
 
 def resolve_device(device: str) -> torch.device:
     if device == "auto":
@@ -30,10 +34,23 @@ def resolve_device(device: str) -> torch.device:
 
 
 def load_config(base: BaseSpec) -> PretrainedConfig:
-    """The model's configuration, checked for attention that packing cannot honour."""
+    """The model's configuration, checked for attention that packing cannot honour and for weights
+    that are not read."""
     config = _from_pretrained(base, AutoConfig.from_pretrained)
     check_layer_types(config)
+    held = getattr(config, "quantization_config", None) or {}
+    # bitsandbytes once wrote no method.
+    method = held.get("quant_method", UNREAD[0]) if held else None
+    if method in UNREAD:
+        raise _quantised_already(base, str(method))
     return config
+
+
+def _quantised_already(base: BaseSpec, method: str) -> ModelError:
+    return ModelError(
+        f"base.model: the weights of {base.model} are quantised already ({method}); name the "
+        "checkpoint in 16 or 32 bits that they were made from, and base.quantization for fewer bits"
+    )
 
 
 def load_shape(base: BaseSpec) -> PreTrainedModel:
@@ -71,6 +88,9 @@ def load_base(base: BaseSpec, device: torch.device) -> PreTrainedModel:
             f"shape than its config.json says; the first is {min(wrong)}"
         )
     if base.quantization != "none":
+        # Left so by transformers, which unpacks others as it reads them.
+        if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
+            raise _quantised_already(base, str(quantizer.quantization_config.quant_method))
         quantise_linears(model, base.quantization, device)
     return model.to(device)
 
