@@ -1,6 +1,7 @@
 """A model whose linears are held in fewer bits is the model of the values that these stand for."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from support.models import (
     random_adapter,
     save_base,
     sequences_of,
+    super_gradients,
     super_logits,
     tiny_model,
 )
@@ -24,7 +26,7 @@ from transformers.modeling_utils import PreTrainedModel
 from tlora.core.errors import ModelError, SpecError
 from tlora.core.job import BaseSpec
 from tlora.core.sequence import TokenSequence
-from tlora.kernels.quantised import FORMATS, dense, quantise
+from tlora.kernels.quantised import FORMATS, dense, fp8, quantise
 from tlora.model.loading import load_base
 from tlora.model.quantised_linear import QuantisedLinear
 from tlora.model.quantising import (
@@ -116,6 +118,28 @@ def test_adapters_train_on_a_quantised_model(how: str, dtype: torch.dtype) -> No
     rounded = (how, dtype) == ("fp8", torch.bfloat16)
     assert error < (1e-1 if rounded else 2e-6 if dtype == torch.float32 else 2e-2)
     assert not rounded or error > 1e-3
+
+
+def test_weights_are_turned_for_what_is_multiplied_in_fp8(monkeypatch) -> None:
+    """As on a GPU: the same gradients as of those that are turned for each product. They are what
+    dX is made of: turned in another order they give others."""
+    monkeypatch.setattr(fp8, "reads_turned", lambda device: True)
+    assert all(group.turned is None for group in SuperModel(quantised_model("fp8")).groups)
+    model = SuperModel(quantised_model("fp8", torch.bfloat16))
+    model.attach("a", random_adapter(tiny_model("qwen2"), rank=4, seed=1), scale=0.5)
+    batch = packed({"a": sequences_of([9, 5], seed=2)})
+
+    def gradients(turned: Callable[[list[torch.Tensor]], torch.Tensor] | None) -> list:
+        if turned is not None:
+            for group in model.groups:
+                group.turned = turned(group.weights)
+        return list(super_gradients(model, batch)["a"].values())
+
+    found = gradients(None)
+    assert all(group.turned is not None for group in model.groups)
+    assert all(map(same_bits, found, gradients(fp8.turned)))
+    reversed_ = gradients(lambda weights: fp8.turned(weights[::-1]))
+    assert not all(map(same_bits, found, reversed_))
 
 
 @pytest.mark.parametrize("how", FORMATS)

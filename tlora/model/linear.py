@@ -48,7 +48,7 @@ class SharedInput:
         self.turned: torch.Tensor | None = None
         """Weights in FP8 once more: a GPU's product for dX reads them in this order only."""
 
-        if self.in_fp8 and routing.device.type == "cuda":
+        if self.in_fp8 and fp8.reads_turned(routing.device):
             self.turned = fp8.turned(self.weights)
         self.tile_rows = 0
         """Rows of a tile where whole products would not keep their bits (row_probe.py)."""

@@ -55,6 +55,11 @@ def turned(weights: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([weight.view(torch.uint8).t() for weight in weights], 1).view(FORMAT)
 
 
+def reads_turned(device: torch.device) -> bool:
+    """Whether products for dX there need a copy of the weights that is kept for them."""
+    return device.type == "cuda"
+
+
 def multiplies(x: torch.Tensor, weights: list[torch.Tensor]) -> bool:
     """Whether the product of these is one of FP8 values. A CPU computes what a GPU would."""
     if weights[0].dtype != FORMAT or x.dtype != torch.bfloat16:
