@@ -26,7 +26,9 @@ from transformers.modeling_utils import PreTrainedModel
 from tlora.core.errors import ModelError, SpecError
 from tlora.core.job import BaseSpec
 from tlora.core.sequence import TokenSequence
-from tlora.kernels.quantised import FORMATS, dense, fp8, quantise
+from tlora.kernels.quantised import FORMATS, QuantisedWeight, dense, fp8, quantise
+from tlora.kernels.quantised.weights import Format
+from tlora.model import quantising
 from tlora.model.loading import load_base
 from tlora.model.quantised_linear import QuantisedLinear
 from tlora.model.quantising import (
@@ -89,6 +91,31 @@ def test_a_quantised_linear_computes_with_what_its_values_stand_for(how: str) ->
     assert same_bits(found.weight, weight)
     assert not torch.equal(weight, linear.weight)
     assert same_bits(found.in_full().weight, weight)
+
+
+def test_a_quantised_linear_multiplies_in_fp8_what_is_bfloat16() -> None:
+    """As the super-model will; its bias once."""
+    torch.manual_seed(0)
+    linear = nn.Linear(48, 32, dtype=torch.bfloat16).requires_grad_(False)
+    kept = quantise(linear.weight, "fp8")
+    x = torch.randn(2, 5, 48).bfloat16()
+    (wanted,) = fp8.linears(x.view(-1, 48), [kept.values], [kept.scales], [linear.bias])
+    assert same_bits(QuantisedLinear(kept, linear)(x), wanted.view(2, 5, 32))
+    assert not same_bits(wanted.view(2, 5, 32), QuantisedLinear(kept, linear).in_full()(x))
+
+
+def test_a_device_shows_what_it_can_before_anything_is_quantised(monkeypatch) -> None:
+    """On the device that the model goes to."""
+    asked: list[object] = []
+
+    def quantised(weight: torch.Tensor, how: Format) -> QuantisedWeight:
+        assert asked == [(CPU, "nf4")]
+        return quantise(weight, how)
+
+    monkeypatch.setattr(quantising, "prove", lambda *case: asked.append(case))
+    monkeypatch.setattr(quantising, "quantise", quantised)
+    quantise_linears(tiny_model(), "nf4", CPU)
+    assert asked == [(CPU, "nf4")]
 
 
 @pytest.mark.parametrize("how", FORMATS)
