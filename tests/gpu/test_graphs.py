@@ -1,17 +1,20 @@
 """Compiled layers and captured graphs on a CUDA device: the same steps, and nothing compiled or
 captured anew when jobs come and go."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tlora.core.job import DataSpec, EvalSpec, JobSpec, LoraSpec, TrainSpec
+from tlora.core.job import DataSpec, EvalSpec, JobSpec, LoraSpec, Quantization, TrainSpec
 from tlora.core.sequence import TokenSequence
 from tlora.kernels.multi_lora import settings
 from tlora.kernels.multi_lora.blocks import Blocks
 from tlora.model.compiling import graphs_compiled
 from tlora.model.launches import Launches
+from tlora.model.quantising import quantise_linears
 from tlora.model.super_model import SuperModel
 from tlora.training.driver import JobDriver
 from tlora.training.engine import Engine
@@ -31,7 +34,9 @@ def always_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Launches, "bound", property(lambda self: self.runs >= 2))
 
 
-def super_model(*, compiled: bool, reserve_rows: int = 64) -> SuperModel:
+def super_model(
+    *, compiled: bool, reserve_rows: int = 64, quantization: Quantization = "none"
+) -> SuperModel:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -42,6 +47,8 @@ def super_model(*, compiled: bool, reserve_rows: int = 64) -> SuperModel:
         num_key_value_heads=2,
     )
     model = LlamaForCausalLM(config).to("cuda", torch.bfloat16)
+    if quantization != "none":
+        quantise_linears(model, quantization, torch.device("cuda"))
     return SuperModel(model, compiled=compiled, reserve_rows=reserve_rows)
 
 
@@ -69,8 +76,8 @@ def driver(
 
 
 class Run:
-    def __init__(self, *, compiled: bool, reserve_rows: int = 64) -> None:
-        self.model = super_model(compiled=compiled, reserve_rows=reserve_rows)
+    def __init__(self, **settings) -> None:
+        self.model = super_model(**settings)
         self.engine = Engine(self.model, budget_tokens=1024, bucket_step=1024)
         self.drivers: dict[str, JobDriver] = {}
         self.losses: dict[str, list[float]] = {}
@@ -112,9 +119,12 @@ class Run:
             self.evaluations.setdefault(done.job, []).append(done.loss)
 
 
-def test_captured_steps_train_as_plain_ones() -> None:
+@pytest.mark.parametrize("quantization", get_args(Quantization))
+def test_captured_steps_train_as_plain_ones(quantization: Quantization) -> None:
     """Losses over twelve steps, with dropout; in another order they would be told apart."""
-    plain, captured = Run(compiled=False), Run(compiled=True)
+    plain, captured = (
+        Run(compiled=compiled, quantization=quantization) for compiled in (False, True)
+    )
     for run in (plain, captured):
         run.attach("a", 8)
         run.attach("b", 20, dropout=0.1)
