@@ -104,18 +104,20 @@ def test_a_quantised_linear_multiplies_in_fp8_what_is_bfloat16() -> None:
     assert not same_bits(wanted.view(2, 5, 32), QuantisedLinear(kept, linear).in_full()(x))
 
 
-def test_a_device_shows_what_it_can_before_anything_is_quantised(monkeypatch) -> None:
-    """On the device that the model goes to."""
+def test_a_device_shows_what_it_can_before_anything_is_quantised_there(monkeypatch) -> None:
+    """On the device that the model goes to, though it was loaded elsewhere."""
     asked: list[object] = []
+    there = torch.device("meta")
 
     def quantised(weight: torch.Tensor, how: Format) -> QuantisedWeight:
-        assert asked == [(CPU, "nf4")]
-        return quantise(weight, how)
+        assert asked == [(there, "nf4")]
+        assert weight.device == there
+        return QuantisedWeight(weight, weight)
 
     monkeypatch.setattr(quantising, "prove", lambda *case: asked.append(case))
     monkeypatch.setattr(quantising, "quantise", quantised)
-    quantise_linears(tiny_model(), "nf4", CPU)
-    assert asked == [(CPU, "nf4")]
+    quantise_linears(tiny_model(), "nf4", there)
+    assert asked == [(there, "nf4")]
 
 
 @pytest.mark.parametrize("how", FORMATS)
