@@ -38,6 +38,7 @@ from tlora.model.quantising import (
     saved_bytes,
 )
 from tlora.model.routing import Routing
+from tlora.model.row_probe import settle_products
 from tlora.model.super_model import SuperModel
 from tlora.model.targets import find_targets
 from tlora.runtime import exporting
@@ -182,6 +183,17 @@ def test_an_adapter_is_checked_in_float32_on_the_values(how: str) -> None:
     model.attach(job.name, weights, scale=job.lora.scale)
     ids = torch.arange(3, 22).numpy()
     assert exporting.look(model, job, TokenSequence(ids, ids)).result() < 1e-5
+
+
+def test_the_proof_of_exact_isolation_has_the_products_of_the_values() -> None:
+    """Of weights unpacked; products in FP8 are refused by whoever asks, a job file or not."""
+    held = SuperModel(quantised_model("nf4"), per_sequence=True)
+    full = SuperModel(in_full(quantised_model("nf4")), per_sequence=True)
+    assert settle_products(held, 64) == settle_products(full, 64)
+    refused = SuperModel(quantised_model("fp8", torch.bfloat16), per_sequence=True)
+    with pytest.raises(SpecError, match="cannot be had of products in FP8") as caught:
+        settle_products(refused, 64)
+    assert caught.value.field == "engine.isolation"
 
 
 def test_linears_without_adapters_are_put_back_in_full() -> None:
