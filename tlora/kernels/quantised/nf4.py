@@ -2,7 +2,7 @@
 
 Values are taken row after row in blocks of 64. A block has its largest magnitude as a scale, and
 every value the nearest of sixteen levels, the quantiles of a normal distribution. The bits are
-those of bitsandbytes without double quantisation.
+those of bitsandbytes on a CPU, without double quantisation.
 """
 
 import functools
