@@ -1,4 +1,4 @@
-"""The scripts about bases in fewer bits, on a CPU: what they check, and what they keep."""
+"""The script that times linears in fewer bits, on a CPU: what it checks, and what it keeps."""
 
 import pytest
 
@@ -32,21 +32,3 @@ def test_a_product_that_is_wrong_is_not_called_right(run_script, monkeypatch) ->
         "gpu_quantised", "--tokens", "32", "--narrow", "64", "--rounds", "1", "--shape", "1b"
     )
     assert found["complete"] and not found["all_right"]
-
-
-@pytest.mark.slow
-@pytest.mark.real_data
-def test_jobs_on_three_bases_are_compared(run_script, real_data) -> None:
-    """Each with its own figures, the one in full as what the others are compared with."""
-    found = run_script(
-        "quantised_quality", "--model", str(real_data / "models" / "stories260K"),
-        "--data", str(real_data / "datasets"), "--jobs", "nl2bash", "--steps", "4",
-        "--budget", "512", "--length", "48", "--rate", "2e-3", "--dtype", "float32",
-    )  # fmt: skip
-    assert found["complete"]
-    held_out = found["held_out"]["nl2bash"]
-    assert set(held_out) == {"none", "fp8", "nf4"}
-    assert held_out["none"]["worse_than_full"] == 0
-    before = [held_out[way]["before"] for way in ("none", "fp8", "nf4")]
-    assert len(set(before)) == 3
-    assert all(each["after"] < each["before"] for each in held_out.values())

@@ -19,8 +19,6 @@ from support.models import (
     tiny_model,
 )
 from torch import nn
-from torch._dynamo.utils import counters
-from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import PreTrainedModel
 
 from tlora.core.errors import ModelError, SpecError
@@ -270,47 +268,3 @@ def test_a_path_that_is_off_is_refused_where_products_are_in_fp8(monkeypatch) ->
     monkeypatch.setattr(Routing, "attention", off)
     with pytest.raises(ModelError, match="gives other logits for packed"):
         SuperModel(quantised_model("fp8", torch.bfloat16))
-
-
-def layer_steps(model: SuperModel, call) -> list[torch.Tensor]:
-    """The output of a decoder's MLP on a nano-batch of two jobs, dx, and the pooled gradients."""
-    rows = sequences_of([7, 5], seed=3)
-    batch = packed({"a": rows[:1], "b": rows[1:]}, padding=4)
-    pools = [matrix for pool in model.pools for matrix in pool.matrices]
-    for matrix in pools:
-        matrix.grad.zero_()
-    dtype = model.groups[0].dtype
-    generator = torch.Generator().manual_seed(4)
-    x = torch.randn(1, batch.num_rows, 32, generator=generator).to(dtype).requires_grad_(True)
-    with model.routed(batch, train=True):
-        y = call(x)
-        y.backward(torch.randn(y.shape, generator=generator).to(dtype))
-    return [y.detach(), x.grad, *(matrix.grad.clone() for matrix in pools)]
-
-
-@pytest.mark.parametrize(
-    ("how", "dtype"),
-    [("nf4", torch.float32), ("nf4", torch.bfloat16), ("fp8", torch.bfloat16)],
-)
-def test_compiled_layers_are_one_graph_with_the_same_bits(how: str, dtype: torch.dtype) -> None:
-    """Also recomputed in backward; what is quantised reaches the graph as it is kept."""
-    model = SuperModel(quantised_model(how, dtype))
-    targets = {path: target for path, target in model.targets.items() if ".mlp." in path}
-    for seed, name in enumerate("ab"):
-        weights = random_adapter(in_full(quantised_model(how)), rank=3, seed=seed)
-        model.attach(name, {path: weights[path] for path in targets}, scale=0.5)
-    layers = [layer.mlp for layer in model.model.model.layers]
-    torch._dynamo.reset()
-    counters.clear()
-    compiled = torch.compile(type(layers[0]).forward, fullgraph=True, backend="aot_eager")
-    for layer in layers:
-        wanted = layer_steps(model, layer)
-        found = layer_steps(model, lambda x, layer=layer: compiled(layer, x))
-        assert all(map(same_bits, found, wanted))
-        assert wanted[1].abs().max() > 0 and any(each.abs().max() > 0 for each in wanted[2:])
-        again = layer_steps(
-            model, lambda x, layer=layer: checkpoint(compiled, layer, x, use_reentrant=False)
-        )
-        assert all(map(same_bits, again, wanted))
-    assert counters["graph_break"] == {}
-    torch._dynamo.reset()

@@ -151,6 +151,22 @@ def test_a_device_that_was_seen_to_be_wrong_is_not_asked(monkeypatch):
     assert not fp8.multiplies(x, [weight])
 
 
+@pytest.mark.parametrize(("rows", "held"), [(1, 256), (255, 256), (256, 256), (257, 512)])
+def test_products_may_read_behind_the_last_scale(rows: int, held: int) -> None:
+    """Whole tiles of scales; those that have room are not copied."""
+    scales = values(rows).abs()
+    roomy = fp8.in_room(scales)
+    assert torch.equal(roomy, scales)
+    assert roomy.untyped_storage().nbytes() >= 4 * held
+    assert fp8.in_room(roomy).data_ptr() == roomy.data_ptr()
+    assert (roomy.data_ptr() == scales.data_ptr()) is (rows == held)
+    # The beginning of a tile may lie anywhere, too.
+    inside = torch.zeros(600)[100:][:rows]
+    assert fp8.in_room(inside).untyped_storage().nbytes() >= 4 * held
+    ones = fp8._ones(rows, scales.device)
+    assert len(ones) == rows and fp8.in_room(ones) is ones
+
+
 def test_bytes_are_counted_with_the_turned_copy():
     weight, scales = quantise(values(32, 48), "fp8")
     kept = weight.nbytes + scales.nbytes + fp8.turned([weight]).nbytes

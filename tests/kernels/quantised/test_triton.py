@@ -65,6 +65,7 @@ def test_rows_in_fp8_have_the_definitions_bits(dtype, widths, factors, new_tenso
     of_columns = values(sum(widths), seed=9).abs() if factors else None
     found = triton_fp8.quantise_rows(parts, of_columns)
     assert same_bits(found, fp8.quantise_rows_plainly(parts, of_columns))
+    assert fp8.in_room(found[1]) is found[1], "a product would copy them"
     twin = [part.roll(1, 0) for part in parts]
     assert not same_bits(found, fp8.quantise_rows_plainly(twin, of_columns))
 

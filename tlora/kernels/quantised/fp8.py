@@ -9,6 +9,7 @@ depend on another's. In float32 and float16 only the weight is.
 import functools
 
 import torch
+import torch.nn.functional as F
 
 from tlora.kernels.quantised.devices import device_rounds, has_products
 
@@ -17,6 +18,10 @@ LARGEST = 448.0
 SMALLEST_SCALE = 2.0**-126
 """The smallest number in full precision. The scale of a row that is nearly nothing would round to
 zero, and zeros over that are no numbers."""
+
+SCALES_AT_ONCE = 256
+"""A product on a GPU reads the scales of so many rows at a time, also where fewer are left
+(pytorch/pytorch#133334): the memory behind them has to be there."""
 
 ALIGNMENT = 16
 """Of both widths of a weight, where cuBLAS is to multiply it."""
@@ -102,13 +107,25 @@ def product(left, right, of_left, of_right, dtype: torch.dtype) -> torch.Tensor:
     return torch._scaled_mm(
         left,
         right.t(),
-        scale_a=of_left[:, None],
-        scale_b=of_right[None],
+        scale_a=in_room(of_left)[:, None],
+        scale_b=in_room(of_right)[None],
         out_dtype=dtype,
         use_fast_accum=True,
     )
 
 
+def room(count: int) -> int:
+    return -(-count // SCALES_AT_ONCE) * SCALES_AT_ONCE
+
+
+def in_room(scales: torch.Tensor) -> torch.Tensor:
+    """As they are where there is room behind them, else a copy."""
+    held = scales.untyped_storage().nbytes() // scales.itemsize - scales.storage_offset()
+    if held >= room(len(scales)):
+        return scales
+    return F.pad(scales, (0, room(len(scales)) - len(scales)))[: len(scales)]
+
+
 @functools.cache
 def _ones(count: int, device: torch.device) -> torch.Tensor:
-    return torch.ones(count, device=device)
+    return torch.ones(room(count), device=device)[:count]

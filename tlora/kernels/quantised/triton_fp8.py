@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tlora.kernels.quantised.fp8 import FORMAT
+from tlora.kernels.quantised.fp8 import FORMAT, room
 from tlora.kernels.quantised.fp8 import LARGEST as LARGEST_VALUE
 from tlora.kernels.quantised.fp8 import SMALLEST_SCALE as SMALLEST_SCALE_VALUE
 
@@ -82,7 +82,7 @@ def quantise_rows(
     parts = [part.detach().contiguous() for part in parts]
     rows, widths = len(parts[0]), [part.shape[1] for part in parts]
     out = parts[0].new_empty(rows, sum(widths), dtype=FORMAT)
-    scales = parts[0].new_empty(rows, dtype=torch.float32)
+    scales = parts[0].new_empty(room(rows), dtype=torch.float32)[:rows]
     missing = MOST_PARTS - len(parts)
     given, widths = [*parts, *parts[:1] * missing], [*widths, *[0] * missing]
     tile = min(TILE, triton.next_power_of_2(max(widths)))
