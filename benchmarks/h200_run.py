@@ -15,7 +15,8 @@ the order of what is wanted most, and so do the measures of each:
     exact   what exact isolation costs; the linears of a layer
     peft    PEFT with batches of 1 and of 16
     layers  the linears of a layer with fewer tokens and with dropout
-    others  every arm with a 1B model; frozen linears in fewer bits
+    others  every arm with a 1B model
+    bits    frozen linears in fewer bits, and whole steps on them
 
 Every script appends its lines to a file of FOLDER, named as under `results/`, and all say what they
 have to say into FOLDER/log.txt. A script whose name is in FOLDER/done has been run and is not run
@@ -215,10 +216,22 @@ MEASURES = [
     ),
     Measure(
         "linears-in-fewer-bits",
-        "others",
+        "bits",
         BITS,
-        240,
+        120,
         "benchmarks/gpu_quantised.py --shape 8b --seconds {seconds} --json {file}",
+    ),
+    *(
+        Measure(
+            f"batches-of-16-{how}",
+            "bits",
+            # A file of their own: rows of the page are of a base in full.
+            BITS,
+            200,
+            f"{MIXED} 16 --steps 2 --budget 8192 --repeats 1 --arms own,compiled"
+            f" --quantization {how}",
+        )
+        for how in ("fp8", "nf4")
     ),
 ]
 """In the order in which they are worth a device's time, part by part."""
