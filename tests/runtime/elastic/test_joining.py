@@ -432,9 +432,32 @@ def test_a_job_that_is_cancelled_on_its_way_is_so_at_a_stop(
 def test_a_job_that_is_on_its_way_back_is_not_reported_by_its_old_end(
     spec: RunSpec, together: Path, tmp_path: Path, gate: Gate
 ) -> None:
-    output, both = tmp_path / "run", only(spec, "here", "late")
-    asked = {("late", 3): [("cancel", "late", {})], ("here", HALF): [("resume", "late", {})]}
-    view = Looking(output, asked, {("here", STEPS - 4): stop})
+    """It is asked for when it is known to have left, and the run is stopped when it is on its
+    way."""
+    output = tmp_path / "run"
+
+    class View(Looking):
+        is_stopped = False
+
+        def on_end(self, result) -> None:
+            super().on_end(result)
+            if result.job == "late" and not gate.reached:
+                put(output, ("resume", "late", {}))
+
+        def on_step(self, driver, done) -> None:
+            super().on_step(driver, done)
+            if done.job != "here" or "late" not in self.steps:
+                return
+            if not gate.reached:
+                time.sleep(0.05)
+            elif not self.is_stopped:
+                self.is_stopped = True
+                stop()
+
+    here, late = only(spec, "here", "late").jobs
+    here = replace(here, train=replace(here.train, max_steps=4 * STEPS))
+    both = replace(spec, jobs=(here, late))
+    view = View(output, {("late", 3): [("cancel", "late", {})]})
     result = tlora.train(both, output=output, progress=view)
     assert result.interrupted and gate.reached == ["late"]
     assert "late" not in result.jobs and "late: comes in when the run goes on" in view.said
