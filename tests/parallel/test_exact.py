@@ -1,9 +1,8 @@
 """`isolation: exact` with rank-local adapters: the same bits on 1, 2 and 4 ranks."""
 
 import pytest
-import torch
 from support import rank_work
-from support.curves import Curve
+from support.curves import same_bits
 from support.rank_jobs import STEPS, Told
 from support.ranks import Ranks
 
@@ -19,19 +18,6 @@ PLANS = {
 @pytest.fixture(scope="module")
 def alone() -> Told:
     return rank_work.train_alone(list(STEPS), exact=True, budget=192)
-
-
-def same_bits(one: Curve, other: Curve) -> bool:
-    assert one.adapter.keys() == other.adapter.keys() != set()
-    return (
-        one.losses == other.losses
-        and one.grad_norms == other.grad_norms
-        and all(
-            torch.equal(one.adapter[path].a, other.adapter[path].a)
-            and torch.equal(one.adapter[path].b, other.adapter[path].b)
-            for path in one.adapter
-        )
-    )
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
