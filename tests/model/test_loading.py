@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.models import save_base, tiny_model
 from transformers import AutoConfig
+from transformers.modeling_utils import PreTrainedModel
 
 from tlora.core.errors import ModelError
 from tlora.core.job import BaseSpec
@@ -36,6 +37,18 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def spec(path: Path | str, **settings) -> BaseSpec:
     return BaseSpec(model=str(path), **settings)
+
+
+@pytest.mark.parametrize(("device", "own"), [("cuda:1", ["cuda:1"]), ("cuda", []), ("cpu", [])])
+def test_kernels_are_launched_where_the_weights_go(
+    base: Path, monkeypatch: pytest.MonkeyPatch, device: str, own: list[str]
+) -> None:
+    """By this thread, from here on: Triton does not ask where tensors are."""
+    chosen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(str(device)))
+    monkeypatch.setattr(PreTrainedModel, "to", lambda model, device: model)
+    load_base(spec(base), torch.device(device))
+    assert chosen == own
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16"])

@@ -33,6 +33,12 @@ def resolve_device(device: str) -> torch.device:
     return resolved
 
 
+def launch_on(device: torch.device) -> None:
+    """Triton launches kernels on this thread's own GPU, wherever their tensors are."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
+
 def load_config(base: BaseSpec) -> PretrainedConfig:
     """The model's configuration, checked for attention that packing cannot honour and for weights
     that are not read."""
@@ -71,6 +77,7 @@ def load_base(base: BaseSpec, device: torch.device) -> PreTrainedModel:
     """The model with its weights, in safetensors only: other formats run code when read. Linears
     are quantised if that is asked for."""
     load_config(base)
+    launch_on(device)
     dtype = "auto" if base.dtype == "auto" else getattr(torch, base.dtype)
     model, report = _from_pretrained(
         base,

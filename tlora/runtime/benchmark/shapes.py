@@ -15,7 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 from tlora.core.assets import DEMO
 from tlora.core.errors import SpecError
 from tlora.core.job import BaseSpec
-from tlora.model.loading import context_length, load_base, load_shape
+from tlora.model.loading import context_length, launch_on, load_base, load_shape
 from tlora.model.memory import activation_bytes
 from tlora.model.quantising import quantise_linears
 from tlora.model.targets import Target, find_targets
@@ -134,6 +134,7 @@ def load(shape: Shape, device: torch.device) -> PreTrainedModel:
     if shape.name not in RANDOM_SHAPES:
         dtype = str(shape.dtype).removeprefix("torch.")
         return load_base(_base_spec(shape.name, dtype), device).eval()
+    launch_on(device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         with torch.device(device):

@@ -101,9 +101,6 @@ class Worker:
         """A tokenizer is used by one thread at a time."""
 
         device = torch.device(settings.device)
-        if device.type == "cuda":
-            # Kernels are launched on the current device, whatever their tensors are on.
-            torch.cuda.set_device(device)
         self.model = load_super_model(self.spec, device, reserve_rows=settings.reserve_rows)
         exact = settings.exact_tokens
         self.engine = Engine(
