@@ -51,7 +51,7 @@ def quantise_rows_plainly(
 
 
 def dense(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return (values.float() * scales[:, None]).to(dtype)
+    return values.float().mul_(scales[:, None]).to(dtype)
 
 
 def turned(weights: list[torch.Tensor]) -> torch.Tensor:
