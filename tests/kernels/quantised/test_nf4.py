@@ -1,4 +1,4 @@
-"""Four bits a value: the bits of bitsandbytes, the nearest level for each value."""
+"""Four bits a value: the bits of bitsandbytes on a CPU, the nearest level for each value."""
 
 import pytest
 import torch

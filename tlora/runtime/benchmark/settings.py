@@ -7,9 +7,11 @@ tlora.runtime.benchmark` share.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from tlora.core.assets import BENCH
 from tlora.core.errors import SpecError
+from tlora.core.job import Quantization
 
 NAMED_LENGTHS = "short_mixed"
 SHAPES = ("llama-8b", "llama-1b", "demo")
@@ -20,7 +22,7 @@ SEVERAL = ("ranks", "batch", "arms")
 """Options that take a list."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-QUANTIZATIONS = ("none", "fp8", "nf4")
+QUANTIZATIONS = get_args(Quantization)
 
 HELP = {
     "shape": "llama-8b, llama-1b (random weights), demo (the base that comes with tlora), or a "
