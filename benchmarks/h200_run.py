@@ -100,7 +100,7 @@ MEASURES = [
         "tests-gpu",
         "tests",
         TESTS,
-        320,
+        340,
         f"{PYTEST} tests/gpu {KERNEL_TESTS} --ignore tests/gpu/test_sanitizer.py"
         # Its pauses are for a device of its own.
         " --ignore tests/gpu/test_joining.py",
@@ -148,7 +148,7 @@ MEASURES = [
         "noise",
         "noise",
         NOISE,
-        400,
+        240,
         "benchmarks/bf16_noise.py --model {model} --data {data} --seconds {seconds} --json {file}",
     ),
     Measure(
