@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
-.PHONY: demo test kills devices fidelity simulate check format clean system-deps
+.PHONY: demo test kills devices oldest fidelity simulate check format clean system-deps
 
 demo: $(STAMP)
 	$(BIN)/tlora demo
@@ -21,6 +21,13 @@ kills: $(STAMP)
 # The kernels compiled for every kind of device, rank and format instead of the suite's part.
 devices: $(STAMP)
 	TLORA_ALL_DEVICES=1 $(BIN)/python -m pytest tests/kernels/multi_lora/test_shared_memory.py
+
+# The same, and all else that is compiled, by the oldest Triton that is supported (torch 2.11 has it).
+OLDEST := build/triton-3.6.0
+oldest: $(STAMP)
+	test -d $(OLDEST) || $(BIN)/python -m pip install --quiet --no-deps --target $(OLDEST) triton==3.6.0
+	PYTHONPATH=$(OLDEST) TLORA_ALL_DEVICES=1 $(BIN)/python -m pytest -n $(WORKERS) \
+		tests/kernels/multi_lora/test_shared_memory.py tests/kernels/*/*compil*.py
 
 # Real runs over two processes against simulated ones; some 20 minutes of a machine that does
 # nothing else. Fails where they disagree.

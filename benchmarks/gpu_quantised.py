@@ -81,12 +81,12 @@ class Group:
         gradients, of_gradients = fp8.quantise_rows(self.dy, factors)
         ones = torch.ones(self.into, device=self.device)
 
-        def products() -> None:
+        def products(fast: bool = False) -> None:
             for weight, scale in zip(self.values, self.scales, strict=True):
-                fp8.product(rows, weight, of_rows, scale, DTYPE)
+                fp8.product(rows, weight, of_rows, scale, DTYPE, fast_sums=fast)
 
-        def product() -> None:
-            fp8.product(gradients, self.turned, of_gradients, ones, DTYPE)
+        def product(fast: bool = False) -> None:
+            fp8.product(gradients, self.turned, of_gradients, ones, DTYPE, fast_sums=fast)
 
         return {
             "y": (lambda: self.y(self.full), 0),
@@ -98,8 +98,10 @@ class Group:
             "unpack": (self.unpacked, values * 41 // 16),
             "quantise x": (lambda: fp8.quantise_rows([self.x]), 3 * tokens * self.into),
             "products y": (products, 0),
+            "products y, fast sums": (lambda: products(fast=True), 0),
             "quantise dy": (lambda: fp8.quantise_rows(self.dy, factors), 3 * tokens * out),
             "product dx": (product, 0),
+            "product dx, fast sums": (lambda: product(fast=True), 0),
             "turn": (lambda: fp8.turned(self.values), 2 * values),
         }
 

@@ -5,6 +5,7 @@ swaps and frees the weights of a base in shards all the same.
 """
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,12 @@ JOBS = [
 ]
 
 
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
 @pytest.fixture(scope="module")
 def device():
     from tlora.parallel.mesh import join
@@ -42,7 +49,7 @@ def device():
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29531",
+        "MASTER_PORT": str(free_port()),
     }
     before = {name: os.environ.get(name) for name in place}
     os.environ |= place

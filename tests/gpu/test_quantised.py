@@ -33,7 +33,7 @@ VOCABULARY = 512
 GROUPS = [(4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (14336, 14336)), (14336, (4096,))]
 ROWS = [1, 17, 300, 8192]
 
-# Of the norm. Half of bfloat16's last place is 2e-3; Hopper's fast sums of FP8 are not exact.
+# Of the norm. Half of bfloat16's last place is 2e-3.
 OF_A_PRODUCT = 5e-3
 
 
@@ -77,6 +77,7 @@ def test_this_device_is_right(fresh, how: Format, caplog):
 @pytest.mark.parametrize("rows", ROWS)
 def test_products_are_those_of_the_rounded_values(into: int, outs: tuple[int, ...], rows: int):
     """Forward and, over all columns of a group at once, dX; in float64."""
+    # X begins like the first weight: a sum of all its values squared has one sign.
     x, dy = values(rows, into), [values(rows, out, seed=out) for out in outs]
     kept = [quantise(0.02 * values(out, into, seed=i), "fp8") for i, out in enumerate(outs)]
     weights, scales = [each.values for each in kept], [each.scales for each in kept]

@@ -116,6 +116,22 @@ def test_products_that_are_wrong_are_not_used(kernels, as_a_device, monkeypatch,
     assert "a product is off by 0.0" in caplog.text
 
 
+def test_products_that_drop_some_of_a_long_sum_are_not_used(
+    kernels, as_a_device, monkeypatch, caplog
+):
+    """Of values of one sign, as fast sums do; others cancel each other."""
+    right = fp8.product
+
+    def dropping(left, right_, *scales):
+        found = right(left, right_, *scales)
+        return found * 0.99 if (left.float() >= 0).all() else found
+
+    monkeypatch.setattr(fp8, "product", dropping)
+    proving.prove(as_a_device, "fp8")
+    assert not devices.has_products(as_a_device)
+    assert "a long sum is off by 0.0" in caplog.text
+
+
 @pytest.mark.parametrize(("capability", "products"), [((8, 0), False), ((8, 9), True)])
 def test_what_older_devices_cannot_do_is_not_tried(
     as_a_device, capability, products, monkeypatch, caplog

@@ -209,14 +209,13 @@ def _expand_piece(
     if DROPOUT:
         b_d = tl.dot(b_s, b_w, input_precision="ieee")
         threshold = uint_bits(tl.load(p_piece + THRESHOLD))
+        keep = 1.0
         if threshold != 0:
             b_rows = row_hash(tl.load(p_rows + i_t64 + o_t, mask=m_t, other=0), key)
             keep = float_bits(tl.load(p_piece + KEEP))
             b_d = tl.where(kept(b_rows, b_features, threshold), b_d, 0.0)
-            # One instruction, and on this side of the branch: a sum behind it spills (rank 64).
-            b_y = tl.fma(b_d, keep, b_y)
-        else:
-            b_y += b_d
+        # One instruction. Before the branch is left Triton 3.6 does not compile it.
+        b_y = tl.fma(b_d, keep, b_y)
     else:
         b_y = tl.dot(b_s, b_w, b_y, input_precision="ieee")
     return b_y
