@@ -19,7 +19,7 @@ from support.models import save_base
 from support.runs import job_file, write_rows
 
 pytest.importorskip("pydantic", reason="job files are read by pydantic, which is not installed")
-from tlora.config import dump_spec, load_spec  # noqa: E402
+from tlora.config import dump_spec, load_spec
 
 DEVICE = os.environ.get("TLORA_TEST_DEVICE", "cuda")
 pytestmark = [
