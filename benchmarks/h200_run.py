@@ -8,9 +8,10 @@ Without --part or --only it is all of them. A part is some nine minutes of a dev
 the order of what is wanted most, and so do the measures of each:
 
     tests   tests/gpu and those of the Triton kernels, side by side; then under compute-sanitizer
-    steps   whole steps of an 8B and a 1B model, every arm but PEFT, what the device waits
-    jobs    batches as they come, 32 adapters and whole steps with real lengths, a job that joins
-    noise   a fused bf16 run against runs alone: --model has SmolLM2-135M, --data the datasets
+    jobs    batches as they come, 32 adapters with real lengths, a job that joins
+    noise   a fused bf16 run against runs alone (--model has SmolLM2-135M, --data the datasets);
+            batches of 16, every arm but PEFT, what the device waits
+    steps   whole steps of an 8B and a 1B model, also with real lengths
     limits  memory, the size that a search finds, 8B and 1B
     exact   what exact isolation costs; the linears of a layer
     peft    PEFT with batches of 1 and of 16
@@ -105,23 +106,7 @@ MEASURES = [
         # Its pauses are for a device of its own.
         " --ignore tests/gpu/test_joining.py",
     ),
-    Measure("sanitizer", "tests", TESTS, 200, f"{PYTEST} tests/gpu/test_sanitizer.py"),
-    Measure("steps-8b", "steps", STEP, 190, f"{STEPS} llama-8b --budgets 8192,2048"),
-    Measure("steps-1b", "steps", STEP, 90, f"{STEPS} llama-1b --budgets 8192"),
-    Measure(
-        "batches-of-16",
-        "steps",
-        BENCH,
-        240,
-        f"{MIXED} 16 --steps 1 --budget 8192 --repeats 1 --arms own,compiled,one-at-a-time,plain",
-    ),
-    Measure(
-        "linears-lengths",
-        "jobs",
-        LINEARS,
-        110,
-        f"{LAYER} 32 --rounds 4 --composed 40 47 --lengths {LENGTHS}/gsm8k.txt",
-    ),
+    Measure("sanitizer", "tests", TESTS, 180, f"{PYTEST} tests/gpu/test_sanitizer.py"),
     Measure(
         "as-they-come",
         "jobs",
@@ -131,11 +116,18 @@ MEASURES = [
         " --arms own,compiled",
     ),
     Measure(
-        "steps-8b-lengths",
+        "linears-lengths",
         "jobs",
-        STEP,
+        LINEARS,
         110,
-        f"{STEPS} llama-8b --budgets 8192 --lengths {LENGTHS}/mixed_14.txt",
+        f"{LAYER} 32 --rounds 4 --composed 40 47 --lengths {LENGTHS}/gsm8k.txt",
+    ),
+    Measure(
+        "linears-lengths-1",
+        "jobs",
+        LINEARS,
+        100,
+        f"{LAYER} 32 --composed 40 --batch 1 --lengths {LENGTHS}/scitldr.txt",
     ),
     Measure(
         "joining",
@@ -150,6 +142,22 @@ MEASURES = [
         NOISE,
         240,
         "benchmarks/bf16_noise.py --model {model} --data {data} --seconds {seconds} --json {file}",
+    ),
+    Measure(
+        "batches-of-16",
+        "noise",
+        BENCH,
+        240,
+        f"{MIXED} 16 --steps 1 --budget 8192 --repeats 1 --arms own,compiled,one-at-a-time,plain",
+    ),
+    Measure("steps-8b", "steps", STEP, 190, f"{STEPS} llama-8b --budgets 8192,2048"),
+    Measure("steps-1b", "steps", STEP, 90, f"{STEPS} llama-1b --budgets 8192"),
+    Measure(
+        "steps-8b-lengths",
+        "steps",
+        STEP,
+        110,
+        f"{STEPS} llama-8b --budgets 8192 --lengths {LENGTHS}/mixed_14.txt",
     ),
     Measure(
         "memory",
@@ -196,13 +204,6 @@ MEASURES = [
         BENCH,
         220,
         f"{MIXED} 1 --budget 4096 --repeats 2 --arms own,compiled,one-at-a-time,peft",
-    ),
-    Measure(
-        "linears-lengths-1",
-        "layers",
-        LINEARS,
-        100,
-        f"{LAYER} 32 --composed 40 --batch 1 --lengths {LENGTHS}/scitldr.txt",
     ),
     Measure("linears-small", "layers", LINEARS, 200, f"{LAYER} 8 --tokens 4096 2048"),
     Measure("linears-dropout", "layers", LINEARS, 200, f"{LAYER} 8 --dropout 0.05"),
@@ -350,7 +351,7 @@ def run_all(
         if left < measure.seconds:
             print(f"{measure.name}: left out; it may take {measure.seconds} s of {left:.0f}")
             continue
-        if measure.part == "noise" and not (model and data):
+        if measure.file == NOISE and not (model and data):
             print(f"{measure.name}: left out; it needs --model and --data")
             continue
         began = time.monotonic()

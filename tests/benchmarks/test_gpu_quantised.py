@@ -24,8 +24,8 @@ def test_a_product_that_is_wrong_is_not_called_right(run_script, monkeypatch) ->
 
     right = fp8.product
 
-    def wrong(left, other, of_left, of_right, dtype):
-        return right(left, other, of_left.roll(1), of_right, dtype)
+    def wrong(left, other, of_left, of_right, dtype, **options):
+        return right(left, other, of_left.roll(1), of_right, dtype, **options)
 
     monkeypatch.setattr(fp8, "product", wrong)
     found = run_script(
