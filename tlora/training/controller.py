@@ -1,12 +1,13 @@
 """How large nano-batches should be: a decision over measured useful tokens/s, and nothing else.
 
-The size climbs by doubling to the knee (slow start), then by single steps. A size is judged against
-the best one known, by a margin that follows the noise of the measures; where a device that grows
-slower or faster meanwhile could explain the difference, the best is measured again before that, so
-that it was measured on both sides of the other. On a plateau it stays, and
-looks beside it now and then at a bounded cost; a real loss at the best size itself halves it. When
-the group of jobs changes the best is measured again, and if it still holds nothing else happens.
-Sizes beyond the memory limit are never tried; an out-of-memory lowers the limit.
+The size climbs by doubling to the knee (slow start), then goes to where the measured sizes say that
+the peak is (next_size.py). A size is judged against the best one known, by a margin that follows
+the noise of the measures; where a device that grows slower or faster meanwhile could explain the
+difference, the best is measured again before that, so that it was measured on both sides of the
+other. On a plateau it stays, and looks beside it now and then at a bounded cost; a real loss at the
+best size itself halves it. When the group of jobs changes the best is measured again, and if it
+still holds nothing else happens. Sizes beyond the memory limit are never tried; an out-of-memory
+lowers the limit.
 
 It has no clock: the same measures give the same decisions, so a recorded run can be replayed.
 """
@@ -14,11 +15,13 @@ It has no clock: the same measures give the same decisions, so a recorded run ca
 import math
 from collections.abc import Iterable, Sequence
 
+from tlora.training.next_size import DRIFT, next_size
 from tlora.training.rates import Rates, Verdict
 from tlora.training.size_search import Action, ControllerSettings, Decision, Measure
 
-RECENT = 8
-"""Latest measures that are held against those before, to see that the best size has changed."""
+RECENT = 7
+"""Latest measures that are held against those before, to see that the best size has changed. An odd
+number: once the median has moved it is a measure from after the change."""
 
 SAFE_SHARE = 0.75
 """Of the rows that did not fit: what may be tried afterwards, beside sizes that have run before.
@@ -26,10 +29,6 @@ Rows alone do not tell the memory, so the next size below would often fail as we
 
 FAR = 0.1
 """A loss that need not be measured any better."""
-
-DRIFT = 0.05
-"""A difference that may be a device's pace, which changes while sizes are compared: an H200 in its
-first minute of an 8B model fell by 3 % within 60 nano-batches (h200_tuned_size.jsonl)."""
 
 GUESSED_LOSS = 0.3
 """Of the time of a size that was never tried, until its cost is known."""
@@ -174,54 +173,48 @@ class Controller:
         self._say(Action.AGAIN, trial, self.best, why)
 
     def _is_far_worse(self, trial: int) -> bool:
-        """Two measures are enough then; one may be a stumble."""
+        """Two measures are enough if both are; one may be a stumble."""
         if self.rates.count(trial) < 2:
             return False
-        loss = self.rates.level(self.best) - self.rates.level(trial)
+        loss = self.rates.level(self.best) - self.rates.highest(trial)
         counts = self.rates.count(trial), self.rates.count(self.best)
         margin = self.rates.margin(*counts, deviations=self.settings.probe_deviations)
         return loss > max(margin, FAR)
 
     def _go_on(self, verdict: Verdict, why: str) -> None:
         """After a verdict on the trial: where the search goes next."""
-        move, trial = self._move, self._trial
+        move, trial, rates = self._move, self._trial, self.rates
         assert move is not None and trial is not None
+        self._judged |= {trial, self.best}
         if verdict is Verdict.BETTER:
-            self._refused.add(self.best)
             if move is Action.PROBE:
-                move = Action.STEP_UP if trial > self.best else Action.STEP_DOWN
                 self._probe_wait = self.settings.probe_after
             self.best = trial
-            self._improved = move
-            self._try(move, trial, why)
+        elif move is Action.PROBE:
+            self._probe_costs[trial] = self._trial_cost
+            self._settle(trial, why, action=Action.BACK)
             return
-        self._refused.add(trial)
-        match move:
-            case Action.PROBE:
-                self._probe_costs[trial] = self._trial_cost
-                self._settle(trial, why, action=Action.BACK)
-            case Action.DOUBLE if verdict is Verdict.WORSE:
-                self._try(Action.STEP_UP if self._improved else Action.HALVE, trial, why)
-            case Action.HALVE if verdict is Verdict.WORSE:
-                self._try(Action.STEP_UP, trial, why)
-            case Action.STEP_UP if self._improved is not Action.STEP_UP:
-                self._try(Action.STEP_DOWN, trial, why)
-            case _:
-                self._settle(trial, why)
+        size = next_size(
+            verdict,
+            best=self.best,
+            levels={size: rates.level(size) for size in self._judged if rates.count(size)},
+            allowed=self._allowed(),
+            worth=self.settings.worth,
+        )
+        self._try(size, trial, why)
 
-    def _try(self, move: Action, measured: int, why: str, *, action: Action | None = None) -> None:
-        """Start the move's trial, or the one that follows where there is no such size. The trace
-        calls it by its name, or `action`."""
-        size = self._target(move)
-        if size is None or size in self._refused:
-            match move:
-                case Action.DOUBLE if self._improved is None:
-                    self._try(Action.HALVE, measured, why, action=action)
-                case Action.STEP_UP if self._improved is not Action.STEP_UP:
-                    self._try(Action.STEP_DOWN, measured, why, action=action)
-                case _:
-                    self._settle(measured, why, action=action or Action.SETTLE)
+    def _try(
+        self, size: int | None, measured: int, why: str, *, action: Action | None = None
+    ) -> None:
+        """Start a trial, or settle where there is none. The trace calls it by its way, or
+        `action`."""
+        if size is None:
+            self._settle(measured, why, action=action or Action.SETTLE)
             return
+        if size > self.best:
+            move = Action.DOUBLE if size == 2 * self.best else Action.STEP_UP
+        else:
+            move = Action.HALVE if 2 * size == self.best else Action.STEP_DOWN
         self._say(action or move, measured, size, why)
         self._begin(move, size)
 
@@ -258,8 +251,7 @@ class Controller:
     def _search(self, move: Action | None) -> None:
         """Begin anew around the best size, or stay there."""
         self._trial, self._move, self._again = None, move, None
-        self._improved: Action | None = None
-        self._refused: set[int] = set()
+        self._judged: set[int] = set()
         self._quiet = 0
 
     # At the best size.
@@ -288,7 +280,8 @@ class Controller:
         self.rates.keep(self.best, self.rates.count(self.best))
         self._search(None)
         self._probe_wait = self.settings.probe_after
-        self._try(Action.DOUBLE, self.best, why)
+        size = self._target(Action.DOUBLE) or self._target(Action.HALVE)
+        self._try(size, self.best, why)
 
     def _rest(self) -> None:
         """Where nothing fills a nano-batch a larger size costs nothing, and evaluations, which
@@ -302,16 +295,21 @@ class Controller:
 
     def _watch_best(self) -> bool:
         """A real change at the best size starts a search; whether it did."""
+        settings = self.settings
         shift = self.rates.shift(
-            self.best, recent=RECENT, deviations=self.settings.alarm_deviations
+            self.best,
+            recent=RECENT,
+            least=settings.least,
+            deviations=settings.alarm_deviations,
         )
-        if abs(shift) <= self.settings.worth:
+        if abs(shift) <= settings.worth:
             return False
         self.rates.keep(self.best, RECENT)
         self._search(None)
-        self._probe_wait = max(self.settings.probe_after, self._probe_wait // 2)
-        move = Action.HALVE if shift < 0 else Action.DOUBLE
-        self._try(move, self.best, f"{self.best} has changed by {math.expm1(shift):+.1%}")
+        self._probe_wait = max(settings.probe_after, self._probe_wait // 2)
+        up, down = self._target(Action.DOUBLE), self._target(Action.HALVE)
+        size = (down or up) if shift < 0 else (up or down)
+        self._try(size, self.best, f"{self.best} has changed by {math.expm1(shift):+.1%}")
         return True
 
     def _maybe_probe(self) -> None:
@@ -321,8 +319,8 @@ class Controller:
         size = self._target(moves[self._probes % len(moves)])
         if size is not None and self._expected_cost(size) > self._earned:
             return
+        self._probe_wait = 2 * self._quiet
         self._probes += 1
-        self._probe_wait *= 2
         if size is None:
             self._quiet = 0
             return
@@ -372,8 +370,7 @@ class Controller:
         self.limit = min(self.limit, allowed[-1])
         why = f"out of memory on {rows} rows; at most {self.limit}"
         if self.best <= self.limit and self._trial is not None and self._trial > self.limit:
-            self._refused.add(self._trial)
-            self._try(Action.STEP_UP, rows, why, action=Action.LIMIT)
+            self._try(self._target(Action.STEP_UP), rows, why, action=Action.LIMIT)
         elif self.best > self.limit:
             known = [size for size in self.rates.sizes if size in allowed]
             half = [size for size in allowed if size <= rows // 2] or allowed[:1]

@@ -50,6 +50,10 @@ class Rates:
         """Logarithm of its tokens/s."""
         return statistics.median(self._logs[size])
 
+    def highest(self, size: int) -> float:
+        """Logarithm of its best measure."""
+        return max(self._logs[size])
+
     def tokens_per_s(self, size: int) -> float | None:
         return math.exp(self.level(size)) if self.count(size) else None
 
@@ -84,11 +88,11 @@ class Rates:
             return Verdict.ALIKE
         return Verdict.BETTER if gain > 0 else Verdict.WORSE
 
-    def shift(self, size: int, *, recent: int, deviations: float) -> float:
+    def shift(self, size: int, *, recent: int, least: int, deviations: float) -> float:
         """By what share the latest measures of a size differ from those before, beyond the noise;
-        0 if they do not."""
+        0 if they do not, or if there are not the least before."""
         logs = list(self._logs.get(size, ()))
-        if len(logs) < 2 * recent:
+        if len(logs) < recent + least:
             return 0.0
         before, now = logs[:-recent], logs[-recent:]
         change = statistics.median(now) - statistics.median(before)

@@ -98,7 +98,8 @@ class ControllerSettings:
     """Nano-batches in a row that do not fill a size before it is given up."""
 
     probe_after: int = 50
-    """Nano-batches before the first look beside a plateau; twice as many before each further."""
+    """Nano-batches before the first look beside a plateau; before each further one twice as many as
+    there were before the last."""
 
     probe_share: float = 0.02
     """Of the time, that looking may cost."""

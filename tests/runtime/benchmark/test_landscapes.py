@@ -5,13 +5,19 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from tlora.runtime.benchmark.drawn_landscapes import FAMILIES, drawn
 from tlora.runtime.benchmark.landscapes import (
     RECORDED,
+    START,
     WARM_UP,
+    Informed,
     Landscape,
     PublishedRule,
     drive,
     interpolated,
+    launch_bound,
+    moved,
+    ours,
     peaked,
     recorded,
 )
@@ -48,6 +54,56 @@ def test_who_knows_the_best_size_pays_for_its_first_nano_batch_only() -> None:
     slower = landscape.rate(4096, 0.0) / landscape.rate(8192, 0.0) - 1
     other = drive(Fixed(8192), landscape, nano_batches=500)
     assert other.loss_at_the_end() == pytest.approx(slower) and other.regret > slower
+
+
+def test_what_a_first_nano_batch_costs_belongs_to_the_landscape() -> None:
+    landscape = Landscape(name="peak", rate=peaked(4096, 2.0))
+    usual, cold = (
+        drive(Fixed(4096), replace(landscape, warm_up=warm_up)).regret for warm_up in (3.0, 5.0)
+    )
+    assert cold == pytest.approx(2 * usual)
+
+
+def test_who_knows_the_rates_notices_a_change_at_the_next_nano_batch() -> None:
+    """And comes to no other size than the best ones; with neighbours to each of theirs twice."""
+    rate = moved(peaked(8192, 2.5), peaked(4096, 2.5), 0.5)
+    landscape = Landscape(name="moves", rate=rate)
+    run = drive(Informed(landscape), landscape)
+    assert run.budgets[0] == START and set(run.budgets[1:]) == {8192, 4096}
+    assert run.changes == 2
+    late = [b for b, done in zip(run.budgets, run.done, strict=True) if done >= 0.5]
+    assert late[0] == 8192 and set(late[1:]) == {4096}
+    careful = drive(Informed(landscape, neighbours=True), landscape)
+    counts = {size: careful.budgets.count(size) for size in (10240, 7168, 5120, 3584)}
+    assert set(counts.values()) == {2} and careful.regret > run.regret
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_rule_costs_less_than_one_that_knows_the_rates(seed: int) -> None:
+    """Noise aside; and where nothing has to be found the first nano-batch is all it costs."""
+    for family in FAMILIES:
+        landscape = replace(drawn(family, seed), noise=0.0, stumbles=0.0)
+        least = drive(Informed(landscape), landscape).regret
+        assert 0.0 < least <= drive(ours(landscape), landscape).regret
+        assert least <= drive(PublishedRule(landscape), landscape).regret
+    flat = Landscape(name="flat", rate=launch_bound(1))
+    run = drive(Informed(flat), flat)
+    assert set(run.budgets) == {START} and run.regret < 0.002
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_drawn_landscape_is_the_same_by_number_and_name(family: str) -> None:
+    """And no two numbers or names are; rates stay within what a device might do."""
+    seen = set()
+    for number, name in ((1, "landscape"), (2, "landscape"), (1, "others")):
+        one, same = (drawn(family, number, name=name) for _ in range(2))
+        for done in (0.0, 0.5, 1.0):
+            rates = [one.rate(size, done) for size in one.sizes]
+            assert rates == [same.rate(size, done) for size in one.sizes]
+            assert min(rates) > 100.0 and max(rates) < 120_000.0
+        assert (one.noise, one.warm_up, one.changes) == (same.noise, same.warm_up, same.changes)
+        seen.add((one.noise, one.warm_up, one.rate(2048, 0.1)))
+    assert len(seen) == 3
 
 
 def test_the_published_rule_is_as_published() -> None:

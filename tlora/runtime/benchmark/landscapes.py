@@ -19,6 +19,8 @@ from tlora.training.size_search import ControllerSettings, Decision, Measure, la
 LOW, HIGH = 512, 16384
 SIZES = ladder(LOW, HIGH)
 START, USUAL = 2048, 8192
+WARM_UP = 3.0
+"""Times as long as the others, for the first nano-batch of a size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +42,8 @@ class Landscape:
 
     changes: Sequence[float] = ()
     """Shares of the work at which the group changes."""
+
+    warm_up: float = WARM_UP
 
     def best_rate(self, done: float) -> float:
         return max(self.rate(size, done) for size in self.sizes if size <= self.limit)
@@ -236,8 +240,6 @@ def changes(budgets: Sequence[int]) -> int:
 
 
 OUT_OF_MEMORY_SECONDS = 1.0
-WARM_UP = 3.0
-"""Times as long as the others, for the first nano-batch of a size."""
 
 
 def drive(rule: Rule, landscape: Landscape, *, nano_batches: int = 300, seed: int = 0) -> Drive:
@@ -260,7 +262,8 @@ def drive(rule: Rule, landscape: Landscape, *, nano_batches: int = 300, seed: in
         else:
             luck = math.exp(draw.gauss(0, landscape.noise))
             luck *= 3.0 if draw.random() < landscape.stumbles else 1.0
-            seconds = luck * size / landscape.rate(size, done) * (1.0 if size in seen else WARM_UP)
+            seconds = luck * size / landscape.rate(size, done)
+            seconds *= 1.0 if size in seen else landscape.warm_up
             seen.add(size)
             measure = Measure(size, size, size, round(seconds, 6), group=group)
             run.seconds += seconds
@@ -282,6 +285,44 @@ def settings_for(landscape: Landscape, *, start: int = START) -> ControllerSetti
 
 def ours(landscape: Landscape) -> Controller:
     return Controller(settings_for(landscape))
+
+
+class Informed:
+    """Knows every rate, but not when they change: it takes the size that is the cheapest for all
+    the work that is left if the rates stay what they were at its latest nano-batch, a first
+    nano-batch included. No rule does better, but for luck. With `neighbours` it also has to try the
+    next size to each side wherever it comes to another: what a rule does at the least that does
+    not know the rates and wants to be sure that nothing beside its size is better."""
+
+    def __init__(
+        self, landscape: Landscape, *, neighbours: bool = False, nano_batches: int = 300
+    ) -> None:
+        self.budget = START
+        self._landscape = landscape
+        self._sizes = [size for size in landscape.sizes if size <= landscape.limit]
+        self._neighbours = neighbours
+        self._work = self._left = nano_batches * USUAL
+        self._seen: set[int] = set()
+        self._best = 0
+        self._trials: list[int] = []
+
+    def observe(self, measure: Measure) -> Sequence[Decision]:
+        at = 1 - self._left / self._work
+        self._left -= measure.tokens
+        self._seen.add(measure.budget)
+        best = min(self._sizes, key=lambda size: self._seconds(size, at))
+        if best != self._best:
+            self._best = best
+            i_best = self._sizes.index(best)
+            beside = self._sizes[max(0, i_best - 1) : i_best + 2] if self._neighbours else []
+            # The first nano-batch of a size tells nothing: it warms up.
+            self._trials = [size for size in beside if size != best for _ in range(2)] + [best]
+        self.budget = self._trials.pop() if self._trials else best
+        return ()
+
+    def _seconds(self, size: int, at: float) -> float:
+        cold = 0.0 if size in self._seen else (self._landscape.warm_up - 1) * size
+        return (self._left + cold) / self._landscape.rate(size, at)
 
 
 class PublishedRule:
