@@ -59,8 +59,8 @@ Found = dict[str, dict[str, dict[str, float]]]
 
 def tried(cases: dict[str, list[tuple[Landscape, int]]]) -> Found:
     """Each case is some landscapes with the seeds of their noise."""
-    print(f"{'':50}" + "".join(f"{name:>34}" for name in RULES))
-    print(f"{'landscape':50}" + f"{'regret   p95  worst   end  changes':>34}" * len(RULES))
+    print(f"{'':50}" + "".join(f"{name:>36}" for name in RULES))
+    print(f"{'landscape':50}" + f"{'regret   p95  worst   end  changes':>36}" * len(RULES))
     found: Found = {}
     for case, landscapes_and_seeds in cases.items():
         found[case] = {}
@@ -68,7 +68,7 @@ def tried(cases: dict[str, list[tuple[Landscape, int]]]) -> Found:
         for name, rule in RULES.items():
             runs = [drive(rule(each), each, seed=seed) for each, seed in landscapes_and_seeds]
             each = found[case][name] = figures(runs)
-            row += f"{each['regret']:9.1%}{each['p95_regret']:6.0%}{each['worst_regret']:6.0%}"
+            row += f"{each['regret']:11.1%}{each['p95_regret']:6.0%}{each['worst_regret']:6.0%}"
             row += f"{each['end_loss']:6.1%}{each['late_changes']:7.1f}"
         print(row, flush=True)
     return found
