@@ -4,8 +4,7 @@
 
 1. Peak: eight jobs of rank 8 to 64 in nano-batches of 8,192 rows, over the frozen weights and over
    the plain frozen backbone on as many tokens (forward and backward, no head).
-2. The same with gradient checkpointing, with S kept and with S made again, with their times; layers
-   are not compiled here, for a compiled layer cannot keep it.
+2. The same with gradient checkpointing, with S kept and with S made again, with their times.
 3. Out of memory: the device is made small, so that the first nano-batches do not fit. The engine
    must go on under a smaller budget and lose no job.
 4. Residents: 64 adapters of rank 16, of which 8 or 16 have work; useful tokens per second of each.
@@ -263,7 +262,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         allocated(device)
         if "checkpointing" not in skip:
             base = random_model(given.shape, device, layers=given.layers)
-            model = SuperModel(base, reserve_rows=total_rank, gradient_checkpointing=True)
+            model = SuperModel(
+                base,
+                reserve_rows=total_rank,
+                gradient_checkpointing=True,
+                compiled=compiles(given),
+            )
             adapters = adapters_of(model, RANKS)
             for title, keeps in (("recomputed, S kept", True), ("recomputed, S too", False)):
                 for group in model.groups:

@@ -1,5 +1,8 @@
 """Compiled layers: the same steps, graphs that all layers share, and none for a job that comes."""
 
+from functools import partial
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +17,7 @@ from tlora.model import compiling, routing, super_model
 from tlora.model.compiling import graphs_compiled
 from tlora.model.packing import PackedBatch, Share, pack
 from tlora.model.quantising import quantise_linears
+from tlora.model.recomputing import RecomputedLayer
 from tlora.model.super_model import SuperModel
 from tlora.runtime import exporting
 from tlora.training.engine import Engine
@@ -41,12 +45,10 @@ def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
         load(self, batch, *others)
         self._load_boundaries(batch)
 
-    def traced(model):
-        return compiling.compile_layers(model, backend="aot_eager")
-
     monkeypatch.setattr(routing, "supports", lambda query, softcap, sinks: True)
     monkeypatch.setattr(routing, "varlen_attention", dense_attention)
     monkeypatch.setattr(routing.Routing, "_load", load_with_boundaries)
+    traced = partial(compiling.compile_layers, backend="aot_eager")
     monkeypatch.setattr(super_model, "compile_layers", traced)
     torch._dynamo.reset()
 
@@ -117,11 +119,13 @@ def test_compiled_layers_give_the_same_losses_and_gradients(on_any_device: None)
     assert graphs_compiled() > before
 
 
-@pytest.mark.parametrize("setting", ["gradient_checkpointing", "per_sequence"])
-def test_compiled_layers_may_be_recomputed_or_exact(on_any_device: None, setting: str) -> None:
+@pytest.mark.parametrize(("recomputed", "exact"), [(True, False), (False, True), (True, True)])
+def test_compiled_layers_may_be_recomputed_or_exact(
+    on_any_device: None, recomputed: bool, exact: bool
+) -> None:
     """The same losses and gradients as without the compiler; nothing is kept once a step is over,
-    and no graph is made for a second one."""
-    settings = {setting: True}
+    and no graph is made for a second one. The same losses in evaluation."""
+    settings = {"gradient_checkpointing": recomputed, "per_sequence": exact}
     plain, compiled = (
         SuperModel(tiny_llama(), **settings),
         SuperModel(tiny_llama(), compiled=True, **settings),
@@ -134,20 +138,30 @@ def test_compiled_layers_may_be_recomputed_or_exact(on_any_device: None, setting
     assert same(step(compiled, 32, 1), step(plain, 32, 1))
     assert graphs_compiled() == before
     assert not any(group._kept is not None for group in compiled.groups)
+    assert torch.equal(evaluate(compiled, 32), evaluate(plain, 32))
+    assert not any(group._kept is not None for group in compiled.groups)
 
 
-def test_all_layers_share_their_graphs(on_any_device: None) -> None:
-    """One for the first layer, whose input has no gradient, and one for all others."""
-    model = SuperModel(tiny_llama(), compiled=True)
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_all_layers_share_their_graphs(on_any_device: None, recomputed: bool) -> None:
+    """One for the first layer, whose input has no gradient, and one for all others; where they are
+    recomputed, one more for the first run of all. As many for a second size, none for a third."""
+    model = SuperModel(tiny_llama(), compiled=True, gradient_checkpointing=recomputed)
     attach(model, "a", 4)
-    before = graphs_compiled()
-    step(model, 32, 0)
-    assert graphs_compiled() == before + 2
+    counts = [graphs_compiled()]
+    for num_rows in (32, 48, 64):
+        step(model, num_rows, 0)
+        counts.append(graphs_compiled())
+    each = 3 if recomputed else 2
+    assert [after - before for before, after in pairwise(counts)] == [each, each, 0]
 
 
-def test_jobs_come_and_go_without_a_new_graph(on_any_device: None) -> None:
-    """Other ranks, pools that grow, the first dropout."""
-    model = SuperModel(tiny_llama(), reserve_rows=4, compiled=True)
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_jobs_come_and_go_without_a_new_graph(on_any_device: None, recomputed: bool) -> None:
+    """Other ranks, pools that grow, a wider S, the first dropout."""
+    model = SuperModel(
+        tiny_llama(), reserve_rows=4, compiled=True, gradient_checkpointing=recomputed
+    )
     attach(model, "a", 4)
     step(model, 32, 0)
     before = graphs_compiled()
@@ -157,7 +171,7 @@ def test_jobs_come_and_go_without_a_new_graph(on_any_device: None) -> None:
     step(model, 32, 2)
     model.detach("a")
     step(model, 32, 3)
-    attach(model, "d", 8)
+    attach(model, "d", 16)
     step(model, 32, 4)
     assert graphs_compiled() == before
 
@@ -179,11 +193,8 @@ def test_sizes_that_are_not_marked_would_be_compiled_for(
 @pytest.fixture
 def traced_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `engine.compile: true` on a CPU, with a compiler that leaves operations as they are."""
-    monkeypatch.setattr(
-        super_model,
-        "compile_layers",
-        lambda model: compiling.compile_layers(model, backend="aot_eager"),
-    )
+    traced = partial(compiling.compile_layers, backend="aot_eager")
+    monkeypatch.setattr(super_model, "compile_layers", traced)
     torch._dynamo.reset()
 
 
@@ -203,12 +214,13 @@ def test_layers_compile_on_a_cpu_too(traced_on_the_cpu: None) -> None:
     assert graphs[1] == graphs[2] == graphs[3]
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
 def test_an_adapter_is_checked_through_layers_that_are_not_compiled(
-    traced_on_the_cpu: None,
+    traced_on_the_cpu: None, recomputed: bool
 ) -> None:
     """What is written is compared in float32, with hooks on linears: no graph is made of that, and
     the layers are compiled again afterwards."""
-    model = SuperModel(tiny_llama().bfloat16(), compiled=True)
+    model = SuperModel(tiny_llama().bfloat16(), compiled=True, gradient_checkpointing=recomputed)
     attach(model, "a", 4)
     step(model, 32, 0)
     before = graphs_compiled()
@@ -216,8 +228,11 @@ def test_an_adapter_is_checked_through_layers_that_are_not_compiled(
     looked = exporting.look(model, spec("a", 4), TokenSequence(ids, ids))
     assert looked.result() < 1e-4
     assert graphs_compiled() == before
-    calls = [layer._compiled_call_impl for layer in compiling.layers_of(model.model)]
-    assert all(calls) and model.routing.compiled
+    for layer in compiling.layers_of(model.model):
+        assert (
+            isinstance(layer.forward, RecomputedLayer) if recomputed else layer._compiled_call_impl
+        )
+    assert model.routing.compiled
     step(model, 32, 0)
     assert graphs_compiled() == before
 
@@ -259,22 +274,23 @@ def test_a_look_in_float32_keeps_no_shape_from_being_captured(
     assert len(graphs.given_up) == 1
 
 
-def test_an_engine_goes_on_where_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_an_engine_goes_on_where_nothing_can_be_compiled(
+    monkeypatch: pytest.MonkeyPatch, recomputed: bool
+) -> None:
     """A machine without a compiler: the first nano-batch is told as an error and run again, and
-    every step is that of a plain run."""
+    every step is that of a plain run. Layers are recomputed as before."""
 
     def no_compiler(graph, inputs):
         raise RuntimeError("no compiler here")
 
-    monkeypatch.setattr(
-        super_model,
-        "compile_layers",
-        lambda model: compiling.compile_layers(model, backend=no_compiler),
-    )
+    traced = partial(compiling.compile_layers, backend=no_compiler)
+    monkeypatch.setattr(super_model, "compile_layers", traced)
     torch._dynamo.reset()
     losses = []
     for compiled in (False, True):
-        engine = Engine(SuperModel(tiny_llama(), compiled=compiled), budget_tokens=64)
+        model = SuperModel(tiny_llama(), compiled=compiled, gradient_checkpointing=recomputed)
+        engine = Engine(model, budget_tokens=64)
         weights = engine.super_model.new_adapter(spec("a", 4))
         engine.attach("a", weights, scale=1.0)
         ids = np.arange(1, 20)
@@ -285,7 +301,10 @@ def test_an_engine_goes_on_where_nothing_can_be_compiled(monkeypatch: pytest.Mon
             assert "no compiler here" in str(outcomes[0].error)
             assert not outcomes[0].failures
             outcomes.append(engine.run_nano_batch())
-            assert not engine.super_model.routing.compiled
+            assert not model.routing.compiled
+            layers = compiling.layers_of(model.model)
+            assert all(layer.gradient_checkpointing is recomputed for layer in layers)
+            assert all("forward" not in layer.__dict__ for layer in layers)
         (done,) = outcomes[-1].steps
         losses.append((done.loss, done.grad_norm))
     assert losses[0] == losses[1]

@@ -27,7 +27,6 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
 from tlora.core.sequence import TokenSequence
-from tlora.kernels.multi_lora import cpu
 from tlora.model.adapters import AdapterWeights, LoraPair
 from tlora.model.super_model import SuperModel
 
@@ -174,50 +173,6 @@ def test_linears_that_share_an_input_form_groups() -> None:
     groups = [[target.leaf for target in pool.targets] for pool in super_model(tiny_model()).pools]
     layer = [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
     assert groups == 2 * layer
-
-
-def test_checkpointed_layers_give_the_same_gradients_to_the_bit() -> None:
-    """Recomputing a layer runs the same arithmetic."""
-    plain = tiny_model()
-    tenant = Tenant(random_adapter(plain, rank=2, seed=1), 1.0, sequences_of([9, 5], seed=5))
-    batch = packed({"a": tenant.sequences})
-    kept, recomputed = (
-        super_gradients(
-            attached(super_model(plain, gradient_checkpointing=on), {"a": tenant}), batch
-        )
-        for on in (False, True)
-    )
-    assert all(torch.equal(kept["a"][name], recomputed["a"][name]) for name in kept["a"])
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_checkpointed_layers_make_no_s_twice(dropout, monkeypatch) -> None:
-    """S = x A^T of every group is computed in forward and kept: no more products than without
-    checkpointing, where groups that do not keep it have more. Inputs are not held on to."""
-    products = 0
-    write = cpu._write_product
-
-    def counted(*arguments: torch.Tensor) -> None:
-        nonlocal products
-        products += 1
-        write(*arguments)
-
-    monkeypatch.setattr(cpu, "_write_product", counted)
-    plain = tiny_model()
-    batch = packed({"a": sequences_of([9, 5], seed=5)})
-    counts = []
-    for checkpointing, keeps in ((False, False), (True, True), (True, False)):
-        model = super_model(plain, gradient_checkpointing=checkpointing)
-        model.attach("a", random_adapter(plain, rank=2, seed=1), scale=1.0, dropout=dropout)
-        for group in model.groups:
-            group.keeps = keeps
-        products = 0
-        super_gradients(model, batch)
-        counts.append(products)
-        assert not any(
-            group._kept is not None or group._input is not None for group in model.groups
-        )
-    assert counts[0] == counts[1] < counts[2]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,7 @@ def save_variant(kind: str, path: Any) -> None:
 def traced_layers() -> Iterator[None]:
     """Layers are traced as for compiling, and run by torch's own kernels."""
     kept = super_model.compile_layers
-    super_model.compile_layers = lambda model: compiling.compile_layers(model, backend="aot_eager")
+    super_model.compile_layers = partial(compiling.compile_layers, backend="aot_eager")
     try:
         yield
     finally:

@@ -3,11 +3,12 @@
 All layers of a model share what is compiled: whatever differs between them (weights, pools, routes)
 reaches the graph as a tensor. The number of tokens is fixed in the first graph and symbolic from
 the second size on; rank rows and lists are symbolic from the start, so that jobs come and go
-without compiling anything.
+without compiling anything. Layers that run again in backward are two graphs (recomputing.py).
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
@@ -18,26 +19,35 @@ MOST_GRAPHS = 64
 """Of one layer: training and evaluation, with and without a gradient of the input, two sizes, and
 kinds of layers. torch stops at eight."""
 
+Compile = Callable[[Callable], Callable]
+"""What makes a function a compiled one."""
+
 
 def layers_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def compile_layers(
-    model: nn.Module, *, dynamic: bool | None = None, backend: str | Callable = "inductor"
+    model: nn.Module,
+    *,
+    in_parts: Callable[[nn.Module, Compile], Callable] | None = None,
+    dynamic: bool | None = None,
+    backend: str | Callable = "inductor",
 ) -> int:
-    """Layer by layer; how many there are. Nothing is compiled before it is run."""
+    """Layer by layer; how many there are. Nothing is compiled before it is run. `in_parts` gives a
+    layer's forward where that is more than one graph."""
     layers = layers_of(model)
     if layers:
         import torch._dynamo.config as settings
 
         settings.recompile_limit = max(settings.recompile_limit, MOST_GRAPHS)
+    compiled = partial(torch.compile, dynamic=dynamic, fullgraph=True, backend=backend)
     for layer in layers:
-        if isinstance(layer, FSDPModule):
+        if in_parts is not None:
+            layer.forward = in_parts(layer, compiled)
+        elif isinstance(layer, FSDPModule):
             # Without the hooks that gather and free its weights: they are no part of a graph.
-            layer.forward = torch.compile(
-                layer.forward, dynamic=dynamic, fullgraph=True, backend=backend
-            )
+            layer.forward = compiled(layer.forward)
         else:
             layer.compile(dynamic=dynamic, fullgraph=True, backend=backend)
     return len(layers)
@@ -69,9 +79,8 @@ def run_uncompiled(model: nn.Module) -> None:
     """From the next call on."""
     for layer in layers_of(model):
         layer._compiled_call_impl = None
-        if isinstance(layer, FSDPModule):
-            # The class's own is underneath.
-            layer.__dict__.pop("forward", None)
+        # The class's own is underneath.
+        layer.__dict__.pop("forward", None)
 
 
 def is_compile_error(error: BaseException) -> bool:

@@ -53,8 +53,8 @@ class SharedInput:
         self.tile_rows = 0
         """Rows of a tile where whole products would not keep their bits (row_probe.py)."""
 
-        self.keeps = False
-        """Whether S is kept from forward to the recomputing of this layer in backward: it is small,
+        self.keeps = True
+        """Whether S is kept from forward to the recomputing of a layer in backward: it is small,
         and what makes it reads all of the input."""
 
         self._kept: torch.Tensor | None = None
@@ -92,9 +92,18 @@ class SharedInput:
         self._ready = {}
         self._kept = None
 
-    def _compute(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def give(self, s: torch.Tensor | None) -> None:
+        """S of the next input, which is not computed again."""
+        self._kept = s
+
+    def take(self) -> torch.Tensor | None:
+        """S of the last input, if it was kept."""
         kept, self._kept = self._kept, None
-        keep = self.keeps and kept is None and torch.is_grad_enabled()
+        return kept
+
+    def _compute(self, x: torch.Tensor) -> list[torch.Tensor]:
+        kept = self.take()
+        keep = self.keeps and self.routing.runs_again
         outputs = multi_lora(
             x.reshape(-1, x.shape[-1]),
             self.weights,

@@ -76,6 +76,9 @@ class Routing:
         self.compiled = False
         """Layers run through torch.compile."""
 
+        self.runs_again = False
+        """The layer under way will run once more, in backward."""
+
         self.counts_in_attention = False
         """Some attention has been of a kind that is not compiled. The last look of the probe sees
         every layer's."""
@@ -134,6 +137,15 @@ class Routing:
             yield
         finally:
             self._active = False
+
+    @contextmanager
+    def running_again(self) -> Iterator[None]:
+        """The time in which layers run that will run once more, in backward."""
+        self.runs_again = True
+        try:
+            yield
+        finally:
+            self.runs_again = False
 
     def _load(self, batch, pools, scalings, train) -> None:
         self.rows = self._kept("rows", batch.rows)

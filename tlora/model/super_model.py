@@ -7,6 +7,7 @@ What a job's step, loss or data is, is not known here.
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar, cast
 
 import torch
@@ -45,7 +46,7 @@ from tlora.model.probe import (
 )
 from tlora.model.quantising import restore_linears
 from tlora.model.rank_rows import RowViews
-from tlora.model.recomputing import recompute_layers
+from tlora.model.recomputing import RecomputedLayer, recompute_layers
 from tlora.model.rope import separate_sequences
 from tlora.model.routing import NOT_COMPILED, Routing, Scaling
 from tlora.model.snapshot import Make, Snapshot
@@ -116,11 +117,11 @@ class SuperModel:
         if compiled and self.routing.counts_in_attention:
             logger.warning("layers are not compiled: %s", NOT_COMPILED)
             compiled = False
-        if gradient_checkpointing:
-            # A compiled layer must save the same tensors when it is recomputed: S is made again.
-            recompute_layers(model, self._groups, keep_s=not compiled)
+        self._recomputes = gradient_checkpointing
         if compiled:
             self._compile_layers()
+        if gradient_checkpointing and not self.routing.compiled:
+            recompute_layers(model, self.routing)
         captured = compiled and self.device.type == "cuda" and not gradient_checkpointing
         if captured and not in_shards(model):
             self._capture_graphs()
@@ -304,6 +305,8 @@ class SuperModel:
             return False
         run_uncompiled(self.model)
         self.routing.compiled = False
+        if self._recomputes:
+            recompute_layers(self.model, self.routing)
         self.release_graphs()
         self._graphs = None
         return True
@@ -357,7 +360,8 @@ class SuperModel:
         self._head = self._probe_head()
 
     def _compile_layers(self) -> None:
-        self.routing.compiled = compile_layers(self.model) > 0
+        in_parts = partial(RecomputedLayer, self.routing) if self._recomputes else None
+        self.routing.compiled = compile_layers(self.model, in_parts=in_parts) > 0
         self._mark_pools()
 
     def _capture_graphs(self) -> None:
