@@ -13,7 +13,7 @@ from support.models import (
 )
 
 from tlora.core.errors import SpecError
-from tlora.kernels import row_tiles
+from tlora.kernels import host_products, row_tiles
 from tlora.model import row_probe
 from tlora.model.linear import TiledLinear
 from tlora.model.row_probe import bits_move, frozen_products, same_bits, settle_products
@@ -30,6 +30,7 @@ def nudged(y: torch.Tensor, first: int) -> torch.Tensor:
 
 def position_dependent(monkeypatch: pytest.MonkeyPatch, *, in_tiles: bool) -> None:
     """Forward products that favour their first 64 rows, or 8 rows of a tile."""
+    monkeypatch.setattr(host_products, "_prefers_onednn", lambda: False)
     linear = row_tiles.F.linear
 
     def moving(x, weight, bias=None):

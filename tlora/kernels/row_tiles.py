@@ -8,6 +8,8 @@ time, so they are for shapes that were seen to need them (model/row_probe.py).
 import torch
 import torch.nn.functional as F
 
+from tlora.kernels import host_products
+
 TILE_ROWS = 64
 
 
@@ -16,8 +18,9 @@ def linear(
 ) -> torch.Tensor:
     """x W^T + bias for x of [rows, in]; in tiles unless `tile_rows` is 0."""
     if not tile_rows:
-        return F.linear(x, weight, bias)
-    return torch.cat([F.linear(tile, weight, bias) for tile in tiles(x, tile_rows)])[: len(x)]
+        return host_products.linear(x, weight, bias)
+    cut = tiles(x, tile_rows)
+    return torch.cat([host_products.linear(tile, weight, bias) for tile in cut])[: len(x)]
 
 
 def input_gradient(
@@ -27,10 +30,7 @@ def input_gradient(
     if tile_rows:
         cut = zip(*(tiles(dy_l, tile_rows) for dy_l in dy), strict=True)
         return torch.cat([input_gradient(list(parts), weights) for parts in cut])[: len(dy[0])]
-    dx = dy[0] @ weights[0]
-    for dy_l, weight in zip(dy[1:], weights[1:], strict=True):
-        dx.addmm_(dy_l, weight)
-    return dx
+    return host_products.input_gradient(dy, weights)
 
 
 def add_linear(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, tile_rows: int = 0) -> None:

@@ -11,6 +11,7 @@ elsewhere torch does.
 import torch
 import torch.nn.functional as F
 
+from tlora.kernels import host_products
 from tlora.kernels.multi_lora.routes import triton_serves
 
 HOST_BYTES = 2**20
@@ -101,14 +102,14 @@ def write_plain(
     """Writes the losses, and the gradient of each with respect to its row if that is wanted."""
     for start in range(0, len(hidden), chunk_rows):
         rows = slice(start, start + chunk_rows)
-        logits = F.linear(hidden[rows], weight, bias).to(losses.dtype)
+        logits = host_products.linear(hidden[rows], weight, bias).to(losses.dtype)
         log_softmax = F.log_softmax(logits, dim=1)
         chosen = targets[rows, None]
         losses[rows] = log_softmax.gather(1, chosen)[:, 0].neg_()
         if gradient is not None:
             error = log_softmax.exp_()
             error.scatter_add_(1, chosen, error.new_full(chosen.shape, -1.0))
-            torch.mm(error.to(weight.dtype), weight, out=gradient[rows])
+            gradient[rows] = host_products.input_gradient([error.to(weight.dtype)], [weight])
 
 
 def write_fused(

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from tlora.core.wording import number_of
+from tlora.kernels import host_products
 
 STATM = Path("/proc/self/statm")
 MEMINFO = Path("/proc/meminfo")
@@ -121,7 +122,10 @@ def gemm_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     each, and in half precision a CPU may be far slower in one of them."""
     size = 8192 if device.type == "cuda" else 1024
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    seconds = min(fastest_seconds(lambda b=b: left @ b, device) for b in (right, right.T))
+    seconds = min(
+        fastest_seconds(lambda b=b: host_products.linear(left, b, None), device)
+        for b in (right, right.T)
+    )
     return 2 * size**3 / seconds
 
 
