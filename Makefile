@@ -58,6 +58,7 @@ $(STAMP): pyproject.toml constraints.txt
 # Debian packages that some tests need.
 system-deps:
 	command -v chromium || (apt-get update && apt-get install -y --no-install-recommends chromium)
+	command -v cc || (apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache

@@ -68,7 +68,7 @@ def test_a_job_has_the_same_bits_in_any_company_and_after_five_kills(
 
 
 def test_a_job_of_any_rank_has_the_same_bits_with_one_thread_and_with_two(base, tmp_path) -> None:
-    """Libraries cut products of some odd ranks over threads in ways that show."""
+    """Libraries cut some products, and some rows of attention, over threads in ways that show."""
     rows = write_rows(tmp_path / "rows.jsonl", 16)
     jobs = [
         {"name": f"r{rank}", "data": {"path": str(rows)}, "lora": {"r": rank}}

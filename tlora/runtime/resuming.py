@@ -100,6 +100,8 @@ def _decides_bits(about: dict[str, Any]) -> dict[str, object]:
         "torch": about["versions"]["torch"],
         "nano-batches of": exact["num_rows"],
         "products in tiles:": ", ".join(exact["tiled"]) or "none",
+        # Records from before there was a choice do not name it.
+        "adapters computed by": exact.get("adapters", "torch"),
     }
 
 

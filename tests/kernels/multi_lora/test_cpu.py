@@ -1,4 +1,4 @@
-"""The CPU path, through the public entry, against the reference: outputs and every gradient."""
+"""The CPU paths, through the public entry, against the reference: outputs and every gradient."""
 
 import dataclasses
 import itertools
@@ -20,6 +20,9 @@ from support.multi_lora import (
     pieces,
     run,
 )
+from support.native import require_native
+
+from tlora.kernels.multi_lora import native
 
 MIXED = [
     Job(63, (5, 0, 64), 0.5, 0.1),
@@ -41,6 +44,15 @@ JOBS = {
 
 
 pytestmark = pytest.mark.usefixtures("new_tensors_hold_nan")
+
+
+@pytest.fixture(autouse=True, params=["native", "plain"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled, which serves float32 alone, and the products of cpu.py."""
+    if request.param == "native":
+        require_native()
+    else:
+        monkeypatch.setattr(native, "serving", lambda x, a: None)
 
 
 def test_new_tensors_do_hold_nan() -> None:

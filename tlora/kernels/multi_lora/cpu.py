@@ -1,4 +1,5 @@
-"""The path for CPUs: a few matrix products per segment, written straight into their place.
+"""The path for CPUs without a C compiler, and for half precision there: a few matrix products per
+segment, written straight into their place.
 
 Linears of a group share one product for S = X A^T and one for dX where no dropout tells their
 inputs apart. Segments are slices, so one job's values never meet another's, not even as zeros. The
@@ -12,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tlora.kernels.multi_lora.tables import Segment
+from tlora.kernels.multi_lora.routes import Route
+from tlora.kernels.multi_lora.tables import Segment, read_table
 from tlora.kernels.streams import apply_mask, dropped, keep_mask, linear_key
 
 LINE = 16
@@ -87,16 +89,15 @@ def add_forward(
     x: torch.Tensor,
     a: torch.Tensor,
     b: list[torch.Tensor],
-    segments: list[Segment],
+    route: Route,
     rows: torch.Tensor,
-    linears: list[int],
+    linears: torch.Tensor,
     *,
     is_written: bool = False,
 ) -> None:
     """y_l += delta_l. Every segment's S of [tokens, width], the columns of a linear behind those of
     the one before, is written to s without gaps, unless it is there."""
-    values = matrices(a, b)
-    busy = [segment for segment in segments if segment.width and segment.start < segment.stop]
+    values, numbers, busy = matrices(a, b), linears.tolist(), _busy(route)
     x, same_format = x.to(a.dtype), all(y_l.dtype == a.dtype for y_l in y)
     pieces = zip(busy, _cut_s(s, busy), *_cut_tokens(busy, x, *y), strict=True)
     for segment, s_s, x_s, *y_s in pieces:
@@ -107,7 +108,7 @@ def add_forward(
         elif segment.threshold:
             rows_s = rows[segment.start : segment.stop]
             for part, s_l in zip(own.parts, parts_of_s, strict=True):
-                key = linear_key(segment.key, linears[part.linear])
+                key = linear_key(segment.key, numbers[part.linear])
                 x_l = dropped(x_s, rows_s, key=key, threshold=segment.threshold)
                 _write_product(s_l, x_l, part.a.t())
         else:
@@ -125,14 +126,14 @@ def add_backward(
     b: list[torch.Tensor],
     grad_a: torch.Tensor,
     grad_b: list[torch.Tensor],
-    segments: list[Segment],
+    route: Route,
     rows: torch.Tensor,
-    linears: list[int],
+    linears: torch.Tensor,
 ) -> None:
     """dx += ..., grad_a += ..., grad_b += ...; dx is None where nobody asks for it, s is what
     forward wrote."""
     values, gradients = matrices(a, b), matrices(grad_a, grad_b)
-    busy = [segment for segment in segments if segment.width and segment.start < segment.stop]
+    numbers, busy = linears.tolist(), _busy(route)
     dx_pieces = [None] * len(busy) if dx is None else _cut_tokens(busy, dx)[0]
     tokens = _cut_tokens(busy, x.to(a.dtype), *(dy_l.to(a.dtype) for dy_l in dy))
     for segment, s_s, dx_s, x_s, *dy_s in zip(
@@ -142,9 +143,17 @@ def add_backward(
         for part, s_l in zip(grads.parts, _by_linear(s_s, own), strict=True):
             part.b.addmm_(s_l.t(), dy_s[part.linear], alpha=segment.scale)
         if segment.threshold:
-            _backward_dropped(segment, dx_s, x_s, dy_s, own, grads, rows, linears)
+            _backward_dropped(segment, dx_s, x_s, dy_s, own, grads, rows, numbers)
         else:
             _backward_shared(segment, dx_s, x_s, dy_s, own, grads)
+
+
+def _busy(route: Route) -> list[Segment]:
+    return [
+        segment
+        for segment in read_table(route.table, route.extra)
+        if segment.width and segment.start < segment.stop
+    ]
 
 
 def _backward_shared(segment, dx_s, x_s, dy_s, own: Rows, grads: Rows):

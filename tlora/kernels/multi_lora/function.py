@@ -3,13 +3,14 @@
 Two opaque operators, so that `torch.compile` sees through: forward computes the linears and adds
 the adapters; backward returns dX and accumulates dA and dB straight into the pool's gradients.
 Frozen weights get none; quantised ones are unpacked in here, so that nothing keeps them in full
-from forward to backward. A route says which kernels run: plain products per segment, or Triton's.
+from forward to backward. A route says which kernels run: those of a CPU (native.py, cpu.py), or
+Triton's.
 """
 
 import torch
 
 from tlora.kernels import row_tiles
-from tlora.kernels.multi_lora import cpu
+from tlora.kernels.multi_lora import cpu, native
 from tlora.kernels.multi_lora.routes import Route, blocks_of
 from tlora.kernels.multi_lora.tables import FIXED_COLUMNS, read_table
 from tlora.kernels.quantised import dense, fp8
@@ -35,19 +36,20 @@ def _forward(
 ):  # fmt: skip
     """The outputs, and S for backward; nothing in its place if it was `kept`."""
     route = Route(table, extra, layout, s_like)
-    linears = linears.tolist()
     y = None
     if scales and fp8.multiplies(x, weights):
         y = fp8.linears(x, weights, scales, biases)
     bases = [] if y else _in_full(x, weights, transposed, b, scales)
     if not route.is_table:
-        return _triton_forward(x, bases, biases, a, b, route, rows, linears, tile_rows, kept, y)
+        where = (route, rows, linears.tolist())
+        return _triton_forward(x, bases, biases, a, b, *where, tile_rows, kept, y)
     y = y or [
         row_tiles.linear(x, base, bias, tile_rows) for base, bias in zip(bases, biases, strict=True)
     ]
     s = a.new_empty(x.shape[0], s_like.shape[1]) if kept is None else kept
-    if segments := read_table(table, extra):
-        cpu.add_forward(y, s, x, a, b, segments, rows, linears, is_written=kept is not None)
+    if read_table(table, extra):
+        kernels = native.serving(x, a) or cpu
+        kernels.add_forward(y, s, x, a, b, route, rows, linears, is_written=kept is not None)
     return [*y, s if kept is None else x.new_empty(0)]
 
 
@@ -81,21 +83,20 @@ def _backward(
     linears, needs_dx, tile_rows=0, scales=None, turned=None,
 ):  # fmt: skip
     route = Route(table, extra, layout, s_like)
-    linears = linears.tolist()
     dx, bases = None, []
     if needs_dx and scales and fp8.multiplies(x, weights):
         dx = fp8.input_gradient(dy, scales, fp8.turned(weights) if turned is None else turned)
     elif needs_dx:
         bases = _in_full(x, weights, transposed, b, scales)
     if not route.is_table:
-        dx = _triton_backward(
-            x, dy, s, bases, a, b, grad_a, grad_b, route, rows, linears, tile_rows, dx
-        )
+        where = (route, rows, linears.tolist())
+        dx = _triton_backward(x, dy, s, bases, a, b, grad_a, grad_b, *where, tile_rows, dx)
         return x.new_empty(0) if dx is None else dx
     if bases:
         dx = row_tiles.input_gradient(dy, bases, tile_rows)
-    if segments := read_table(table, extra):
-        cpu.add_backward(dx, x, dy, s, a, b, grad_a, grad_b, segments, rows, linears)
+    if read_table(table, extra):
+        kernels = native.serving(x, a) or cpu
+        kernels.add_backward(dx, x, dy, s, a, b, grad_a, grad_b, route, rows, linears)
     return x.new_empty(0) if dx is None else dx
 
 

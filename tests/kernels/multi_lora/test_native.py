@@ -1,0 +1,196 @@
+"""The kernels in C: bits that depend on nobody, other instructions, and what the proof refuses.
+That they are right through the public entry is for test_cpu.py."""
+
+import logging
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.comparing import same_bits
+from support.multi_lora import S_WIDTH, Case, Job, make_case, own, pieces, run
+from support.native import require_native
+
+from tlora.kernels import c_library
+from tlora.kernels.multi_lora import native, native_proof
+from tlora.kernels.multi_lora.native import SOURCE, Native
+from tlora.kernels.multi_lora.routes import table_route
+
+pytestmark = pytest.mark.usefixtures("new_tensors_hold_nan")
+
+JOBS = [
+    Job(150, (5, 0, 33), 0.5, 0.1),
+    Job(0, (3, 2, 1)),
+    Job(70, (16, 8, 33), 4.0, 0.3),
+    Job(129, (16, 16, 16), -1.0),
+    Job(1, (1, 1, 1), 2.0),
+]
+WIDE = {"in_features": 300, "out_features": (64, 83, 9)}
+
+
+@pytest.fixture(autouse=True)
+def compiled() -> Native:
+    return require_native()
+
+
+# Bits.
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_change_no_bit(threads: int) -> None:
+    case = make_case(JOBS, **WIDE)
+    alone = run(case)
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(5):
+            pairs = zip(pieces(run(case), case), pieces(alone, case), strict=True)
+            assert [name for (name, found), (_, one) in pairs if not same_bits(found, one)] == []
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("job", [0, 2, 3, 4])
+def test_a_job_has_the_same_bits_alone_and_in_company(job: int) -> None:
+    """Not to rounding as anywhere, but to the bit: whatever the place in the row, and the rows of
+    the widest neighbour. The frozen products, which may have other bits, are left out."""
+    case = without_base(make_case(JOBS, **WIDE))
+    found = own(run(case), case, job=job)
+    segment = case.segments[job]
+    tokens = slice(segment.start, segment.stop)
+    solo = case.but(
+        x=case.x[tokens], dy=[dy_l[tokens] for dy_l in case.dy], rows=case.rows[tokens]
+    ).but_segment(job, start=0, stop=segment.stop - segment.start)
+    solo = solo.but(segments=[solo.segments[job]])
+    alone = own(run(solo), solo, job=0)
+    assert [name for name, value in alone.items() if not same_bits(found[name], value)] == []
+
+
+def test_s_that_is_there_is_read_and_left_alone() -> None:
+    """A layer that runs again in backward has it from forward."""
+    case = without_base(make_case(JOBS, **WIDE))
+    table, scales = case.table()
+    route = table_route(table, scales, S_WIDTH)
+    where = (case.x, case.a, case.b, route, case.rows, torch.tensor(case.linears))
+    s = torch.zeros(len(case.x), route.s_like.shape[1])
+    y, doubled = ([torch.zeros_like(dy_l) for dy_l in case.dy] for _ in range(2))
+    require_native().add_forward(y, s, *where)
+    given = 2 * s
+    require_native().add_forward(doubled, given, *where, is_written=True)
+    assert same_bits(given, 2 * s) and s.any()
+    assert all(same_bits(twice, 2 * once) for twice, once in zip(doubled, y, strict=True))
+
+
+def without_base(case: Case) -> Case:
+    return case.but(weights=[0 * weight for weight in case.weights], biases=[None] * 3)
+
+
+# The proof.
+
+
+def build(text: str, folder: Path, monkeypatch, *flags: str) -> Native:
+    source = folder / "native.c"
+    source.write_text(text)
+    monkeypatch.setattr(c_library, "FLAGS", (*c_library.FLAGS, *flags))
+    return Native(c_library.load(source, folder, lambda library: None))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these flags are for x86")
+@pytest.mark.parametrize(
+    "flags", [("-mno-avx512f",), ("-mno-avx512f", "-mno-avx2", "-mno-fma"), ("-O0",)]
+)
+def test_it_is_right_with_fewer_instructions(flags, tmp_path, monkeypatch) -> None:
+    found = build(SOURCE.read_text(), tmp_path, monkeypatch, *flags)
+    assert native_proof.find_fault(found) is None
+
+
+MUTANTS: dict[str, tuple[str, str]] = {
+    "scale": (".scale = g->scales[i]", ".scale = 1.01f * g->scales[i]"),
+    "another's scale": (".scale = g->scales[i]", ".scale = g->scales[0]"),
+    "keep": ("1.0 / (1.0 - own", "1.0 / (1.01 - own"),
+    "threshold": (">= own->threshold ?", "> own->threshold + (1u << 25) ?"),
+    "key of the linear": ("mix(own->key ^ mix(", "mix(own->key + mix("),
+    "place of the token": ("g->places[start + t]", "g->places[t]"),
+    "feature of a tile": ("w->factors + feature", "w->factors"),
+    "terms of a tile": ("w->terms + feature;", "w->terms;"),
+    "mix": ("0x846CA68Bu", "0x846CA68Du"),
+    "a longer sum is written over": ("int adds = add || k > 0;", "int adds = add;"),
+    "only the first block of a sum": ("k < depth; k += DEPTH", "k < least(depth, 1); k += DEPTH"),
+    "row of B": (
+        "dy + own->start * out + first, out, 0, grad + row_of",
+        "dy + own->start * out + first, out, 0, grad + 1 * out + row_of",
+    ),
+    "dX of one linear": ("        ds += rank;\n        a += rank * g->in;", "        ds += rank;"),
+    "the rest of the columns": ("q[k * qk + n];", "q[k * qk];"),
+    "a padded rest": ("value = found[m * LANES + n]", "value = found[m * LANES]"),
+    "dS without the last block": (
+        "i < w.num_blocks; i++) {\n                const",
+        "i < w.num_blocks - 1; i++) {\n                const",
+    ),
+    "dA without its scale": (
+        "g->in,\n                    own->scale, 1);\n            continue",
+        "g->in,\n                    1, 1);\n            continue",
+    ),
+    "dA of dropped inputs": (
+        "x + t * g->in, g->in,\n                     kept",
+        "x, g->in,\n                     kept",
+    ),
+    "S of a dropped tile": ("g->s_width, 1, f > 0);", "g->s_width, 1, 0);"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_proof_refuses_what_is_slightly_wrong(name: str, tmp_path, monkeypatch) -> None:
+    old, new = MUTANTS[name]
+    text = SOURCE.read_text()
+    assert text.count(old) == 1, "the mutant is of other code"
+    # Quick to compile.
+    broken = build(text.replace(old, new), tmp_path, monkeypatch, "-O1")
+    assert native_proof.find_fault(broken) is not None
+
+
+# Where it serves.
+
+
+@pytest.fixture
+def asked_anew(monkeypatch, tmp_path):
+    native._native.cache_clear()
+    monkeypatch.setenv("TLORA_CACHE", str(tmp_path))
+    yield
+    native._native.cache_clear()
+
+
+def values(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(2, 2, dtype=dtype)
+
+
+def test_it_serves_float32_alone() -> None:
+    assert native.serving(values(), values()) is native._native()
+    assert native.serving(values(torch.bfloat16), values()) is None
+    assert native.serving(values(torch.float64), values(torch.float64)) is None
+    assert native.serving(values().to("meta"), values()) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: m.setenv("TLORA_NATIVE", "0"), None),
+        (lambda m: m.setenv("CC", "no-such-compiler"), (logging.INFO, "no C compiler")),
+        (
+            lambda m: m.setattr(native_proof, "find_fault", lambda kernels: "dX is off"),
+            (logging.WARNING, "native.c is wrong on this machine and is not used: dX is off"),
+        ),
+    ],
+)
+def test_without_it_the_plain_products_serve(
+    asked_anew, monkeypatch, caplog, change: Callable, said: tuple[int, str] | None
+) -> None:
+    change(monkeypatch)
+    with caplog.at_level(logging.INFO):
+        assert native.serving(values(), values()) is None
+    records = [(record.levelno, record.getMessage()) for record in caplog.records]
+    if said is None:
+        assert records == []
+    else:
+        ((level, message),) = records
+        assert level == said[0] and said[1] in message

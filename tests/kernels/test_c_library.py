@@ -1,0 +1,122 @@
+"""A C file is compiled once, kept when it was seen to be right, and done without otherwise."""
+
+import ctypes
+import shutil
+from pathlib import Path
+
+import pytest
+import torch  # noqa: F401 - its libgomp is linked with
+from support.native import require_native
+
+from tlora.kernels import c_library
+from tlora.kernels.c_library import NoLibrary, WrongLibrary, load
+
+SOURCE = """
+#include <omp.h>
+int answer(void) {
+    int sum = 0;
+#pragma omp parallel for reduction(+ : sum)
+    for (int i = 0; i < 7; i++)
+        sum += 6;
+    return sum;
+}
+"""
+
+
+@pytest.fixture(autouse=True)
+def compiler() -> None:
+    require_native()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "answer.c"
+    path.write_text(SOURCE)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "kernels"
+
+
+def fault(library: ctypes.CDLL) -> str | None:
+    return None if library.answer() == 42 else f"{library.answer()} is no answer"
+
+
+def kept(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+def test_it_is_compiled_once(source: Path, folder: Path, monkeypatch) -> None:
+    assert load(source, folder, fault).answer() == 42
+    names = kept(folder)
+    assert len(names) == 1 and names[0].endswith(".so")
+    monkeypatch.setattr(c_library, "_run", lambda *command: pytest.fail("compiled again"))
+    assert load(source, folder, lambda library: pytest.fail("tried again")).answer() == 42
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m, source: source.write_text(SOURCE + "int other;\n"),
+        lambda m, source: m.setattr(c_library, "_instructions", lambda: "flags: none"),
+        lambda m, source: m.setattr(c_library, "FLAGS", (*c_library.FLAGS, "-O1")),
+        lambda m, source: m.setenv("CC", shutil.which("c99") or shutil.which("c++")),
+    ],
+    ids=["source", "processor", "flags", "compiler"],
+)
+def test_what_may_change_the_code_is_another_file(
+    source: Path, folder: Path, monkeypatch, change
+) -> None:
+    """A cache may be on a disk that other machines share."""
+    load(source, folder, fault)
+    change(monkeypatch, source)
+    path = shutil.which(c_library.os.environ.get("CC", "cc"))
+    threads = c_library._openmp()
+    assert path and threads
+    assert f"{c_library._key(source, path, threads)}.so" not in kept(folder)
+
+
+def test_what_is_wrong_is_not_kept(source: Path, folder: Path) -> None:
+    source.write_text(SOURCE.replace("+= 6", "+= 5"))
+    with pytest.raises(WrongLibrary, match=r"^35 is no answer$"):
+        load(source, folder, fault)
+    assert kept(folder) == []
+
+
+def test_the_compiler_says_why(source: Path, folder: Path) -> None:
+    source.write_text("int answer(void) { return x; }")
+    with pytest.raises(NoLibrary, match=r"error|answer"):
+        load(source, folder, fault)
+    assert kept(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: m.setenv("CC", "no-such-compiler"), "no C compiler"),
+        (lambda m: m.setattr(c_library, "_openmp", lambda: None), "no libgomp"),
+        (lambda m: m.setattr(c_library.sys, "platform", "darwin"), "for darwin"),
+        (lambda m: m.setattr(c_library, "TIMEOUT_S", 1e-6), "timed out"),
+    ],
+)
+def test_without_what_it_needs_there_is_none(
+    source: Path, folder: Path, monkeypatch, change, reason: str
+) -> None:
+    change(monkeypatch)
+    with pytest.raises(NoLibrary, match=reason):
+        load(source, folder, fault)
+
+
+def test_a_folder_that_cannot_be_written_is_a_reason(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NoLibrary, match="file"):
+        load(source, tmp_path / "file" / "kernels", fault)
+
+
+def test_it_runs_on_the_threads_of_torch(source: Path, folder: Path) -> None:
+    """A second libgomp would have threads of its own, and both would want every core."""
+    load(source, folder, fault)
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        assert len({line.split()[-1] for line in maps if "/libgomp" in line}) == 1

@@ -1,0 +1,161 @@
+"""The path for CPUs where a C compiler is found: native.c does in one call for a group of linears
+what cpu.py does with a few products for each segment and linear, in float32 alone.
+
+It is compiled for this machine where it is first needed, and kept once it was seen to be right
+(native_proof.py). TLORA_NATIVE=0 leaves it out.
+"""
+
+import ctypes
+import functools
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tlora.kernels import c_library
+from tlora.kernels.multi_lora import choices, native_proof
+from tlora.kernels.multi_lora.routes import Route
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("native.c")
+
+_Pointer, _Number = ctypes.c_void_p, ctypes.c_int64
+
+
+class _Group(ctypes.Structure):
+    """`group` of native.c."""
+
+    _fields_ = (
+        ("table", _Pointer),
+        ("scales", _Pointer),
+        ("columns", _Number),
+        ("linears", _Number),
+        ("in", _Number),
+        ("outs", _Pointer),
+        ("places", _Pointer),
+        ("numbers", _Pointer),
+        ("x", _Pointer),
+        ("a", _Pointer),
+        ("b", _Pointer),
+        ("s", _Pointer),
+        ("s_width", _Number),
+        ("threads", _Number),
+    )
+
+
+class Native:
+    """The functions of a compiled native.c."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._forward, self._backward = library.forward, library.backward
+        self._forward.argtypes = (_Pointer, _Pointer, ctypes.c_int)
+        self._backward.argtypes = (_Pointer,) * 6
+
+    def add_forward(
+        self,
+        y: list[torch.Tensor],
+        s: torch.Tensor,
+        x: torch.Tensor,
+        a: torch.Tensor,
+        b: list[torch.Tensor],
+        route: Route,
+        rows: torch.Tensor,
+        linears: torch.Tensor,
+        *,
+        is_written: bool = False,
+    ) -> None:
+        """y_l += delta_l, and S is written to s unless it is there: a token's in its own row, the
+        columns of a linear behind those of the one before."""
+        held = _Held(s, x, a, b, route, rows, linears)
+        held.check(self._forward(held.group, _addresses(y), is_written))
+
+    def add_backward(
+        self,
+        dx: torch.Tensor | None,
+        x: torch.Tensor,
+        dy: list[torch.Tensor],
+        s: torch.Tensor,
+        a: torch.Tensor,
+        b: list[torch.Tensor],
+        grad_a: torch.Tensor,
+        grad_b: list[torch.Tensor],
+        route: Route,
+        rows: torch.Tensor,
+        linears: torch.Tensor,
+    ) -> None:
+        """dx += ..., grad_a += ..., grad_b += ...; dx is None where nobody asks for it, s is what
+        forward wrote."""
+        held = _Held(s, x, a, b, route, rows, linears)
+        dy = [dy_l.contiguous() for dy_l in dy]
+        ds = torch.empty_like(s)
+        to = (_address(dx) if dx is not None else None, _address(grad_a), _addresses(grad_b))
+        held.check(self._backward(held.group, _addresses(dy), _address(ds), *to))
+
+
+class _Held:
+    """A group as C sees it, and what must stay where it is meanwhile."""
+
+    def __init__(self, s, x, a, b, route: Route, rows, linears) -> None:
+        x, rows, scales = x.contiguous(), rows.contiguous(), route.extra.float()
+        outs = (_Number * len(b))(*(b_l.shape[1] for b_l in b))
+        b_at = _addresses(b)
+        self._held = (x, rows, scales, outs, b_at)
+        self._group = _Group(
+            _address(route.table),
+            _address(scales),
+            route.table.shape[1],
+            len(b),
+            x.shape[1],
+            ctypes.addressof(outs),
+            _address(rows),
+            _address(linears),
+            _address(x),
+            _address(a),
+            ctypes.addressof(b_at),
+            _address(s),
+            s.shape[1],
+            torch.get_num_threads(),
+        )
+
+    @property
+    def group(self) -> int:
+        return ctypes.addressof(self._group)
+
+    def check(self, had_memory: int) -> None:
+        if not had_memory:
+            raise MemoryError("no memory for the adapters' products")
+
+
+def _address(tensor: torch.Tensor) -> int:
+    assert tensor.is_contiguous()
+    return tensor.data_ptr()
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array:
+    return (_Pointer * len(tensors))(*map(_address, tensors))
+
+
+def serving(x: torch.Tensor, a: torch.Tensor) -> Native | None:
+    """Where it serves such activations and pools."""
+    is_single = x.dtype == a.dtype == torch.float32
+    return _native() if is_single and x.device.type == "cpu" else None
+
+
+@functools.cache
+def _native() -> Native | None:
+    if os.environ.get("TLORA_NATIVE") == "0":
+        return None
+    try:
+        return Native(c_library.load(SOURCE, choices.directory(), _fault))
+    except c_library.WrongLibrary as fault:
+        logger.warning("native.c is wrong on this machine and is not used: %s", fault)
+    except c_library.NoLibrary as reason:
+        logger.info("adapters go by plain products, which is slower: %s", reason)
+    return None
+
+
+def _fault(library: ctypes.CDLL) -> str | None:
+    return native_proof.find_fault(Native(library))
