@@ -2,6 +2,9 @@
 
 import ctypes
 import shutil
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -63,8 +66,9 @@ def test_it_is_compiled_once(source: Path, folder: Path, monkeypatch) -> None:
         lambda m, source: m.setattr(c_library, "_instructions", lambda: "flags: none"),
         lambda m, source: m.setattr(c_library, "FLAGS", (*c_library.FLAGS, "-O1")),
         lambda m, source: m.setenv("CC", shutil.which("c99") or shutil.which("c++")),
+        lambda m, source: m.setenv("CC", "cc -O1"),
     ],
-    ids=["source", "processor", "flags", "compiler"],
+    ids=["source", "processor", "flags", "compiler", "arguments"],
 )
 def test_what_may_change_the_code_is_another_file(
     source: Path, folder: Path, monkeypatch, change
@@ -72,10 +76,44 @@ def test_what_may_change_the_code_is_another_file(
     """A cache may be on a disk that other machines share."""
     load(source, folder, fault)
     change(monkeypatch, source)
-    path = shutil.which(c_library.os.environ.get("CC", "cc"))
-    threads = c_library._openmp()
-    assert path and threads
-    assert f"{c_library._key(source, path, threads)}.so" not in kept(folder)
+    compiler, threads = c_library._compiler(), c_library._openmp()
+    assert compiler and threads
+    assert f"{c_library._key(source, compiler, threads)}.so" not in kept(folder)
+
+
+def test_a_compiler_may_have_arguments_and_a_program_before_it(
+    source: Path, folder: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("CC", "env cc -pipe")
+    assert load(source, folder, fault).answer() == 42
+
+
+def in_another_process(program: str, *arguments: Path) -> str:
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    return done.stdout
+
+
+LOST_ENDS = """
+import sys
+import tempfile
+from pathlib import Path
+from tlora.kernels.c_library import load
+source, folder = map(Path, sys.argv[1:])
+(path,) = folder.iterdir()
+whole = path.read_bytes()
+for size in (0, 100, 5000, 10000, len(whole) - 1):
+    path.unlink()
+    path.write_bytes(whole[:size])
+    print(load(source, folder, lambda library: None).answer(), path.read_bytes() == whole)
+"""
+
+
+def test_a_file_that_lost_its_end_is_made_again(source: Path, folder: Path) -> None:
+    """To a full disk or a crash. Code that is missing would end the process with a bus error."""
+    load(source, folder, fault)
+    assert in_another_process(LOST_ENDS, source, folder) == "42 True\n" * 5
 
 
 def test_what_is_wrong_is_not_kept(source: Path, folder: Path) -> None:
@@ -92,11 +130,17 @@ def test_the_compiler_says_why(source: Path, folder: Path) -> None:
     assert kept(folder) == []
 
 
+def no_proc(path: Path, *format: str) -> str:
+    raise FileNotFoundError(f"no {path}")
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (lambda m: m.setenv("CC", "no-such-compiler"), "no C compiler"),
+        (lambda m: m.setenv("CC", "cc '-pipe"), "No closing quotation"),
         (lambda m: m.setattr(c_library, "_openmp", lambda: None), "no libgomp"),
+        (lambda m: m.setattr(c_library.Path, "read_text", no_proc), "no /proc"),
         (lambda m: m.setattr(c_library.sys, "platform", "darwin"), "for darwin"),
         (lambda m: m.setattr(c_library, "TIMEOUT_S", 1e-6), "timed out"),
     ],
@@ -113,6 +157,25 @@ def test_a_folder_that_cannot_be_written_is_a_reason(source: Path, tmp_path: Pat
     (tmp_path / "file").write_text("")
     with pytest.raises(NoLibrary, match="file"):
         load(source, tmp_path / "file" / "kernels", fault)
+
+
+TWO = """
+import ctypes, sys
+from tlora.kernels import c_library
+alone = c_library._openmp()
+ctypes.CDLL(sys.argv[1])
+assert sys.argv[1] in open("/proc/self/maps").read()
+print(sys.argv[1] < alone, c_library._openmp() == alone)
+"""
+
+
+def test_the_libgomp_of_others_is_passed_over() -> None:
+    """scikit-learn brings one, whose path comes before torch's."""
+    torchs = c_library._openmp()
+    assert torchs
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="libgomp-") as other:
+        shutil.copy(torchs, other.name)
+        assert in_another_process(TWO, Path(other.name)) == "True True\n"
 
 
 def test_it_runs_on_the_threads_of_torch(source: Path, folder: Path) -> None:
