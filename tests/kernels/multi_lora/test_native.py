@@ -149,6 +149,26 @@ def test_the_proof_refuses_what_is_slightly_wrong(name: str, tmp_path, monkeypat
     assert native_proof.find_fault(broken) is not None
 
 
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_the_proof_is_the_same_whatever_torch_makes_by_default(default: torch.dtype) -> None:
+    """It runs at a user's first step: numbers of half the size would be written past their end."""
+
+    class Looking(Native):
+        def add_forward(self, y, s, x, *others, **more) -> None:
+            assert {each.dtype for each in (*y, s, x)} == {torch.float32}
+            super().add_forward(y, s, x, *others, **more)
+
+    found = require_native()
+    looking = object.__new__(Looking)
+    looking.__dict__.update(found.__dict__)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        assert native_proof.find_fault(looking) is None
+    finally:
+        torch.set_default_dtype(before)
+
+
 # Where it serves.
 
 
@@ -158,6 +178,10 @@ def asked_anew(monkeypatch, tmp_path):
     monkeypatch.setenv("TLORA_CACHE", str(tmp_path))
     yield
     native._native.cache_clear()
+
+
+def nobodys_home() -> Path:
+    raise RuntimeError("no home.")
 
 
 def values(dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -179,6 +203,13 @@ def test_it_serves_float32_alone() -> None:
         (
             lambda m: m.setattr(native_proof, "find_fault", lambda kernels: "dX is off"),
             (logging.WARNING, "native.c is wrong on this machine and is not used: dX is off"),
+        ),
+        (
+            lambda m: (
+                m.delenv("TLORA_CACHE"),
+                m.setattr(native.Path, "expanduser", lambda path: nobodys_home()),
+            ),
+            (logging.INFO, "no home. TLORA_CACHE names another directory"),
         ),
     ],
 )

@@ -149,12 +149,20 @@ def _native() -> Native | None:
     if os.environ.get("TLORA_NATIVE") == "0":
         return None
     try:
-        return Native(c_library.load(SOURCE, choices.directory(), _fault))
+        return Native(c_library.load(SOURCE, _folder(), _fault))
     except c_library.WrongLibrary as fault:
         logger.warning("native.c is wrong on this machine and is not used: %s", fault)
     except c_library.NoLibrary as reason:
         logger.info("adapters go by plain products, which is slower: %s", reason)
     return None
+
+
+def _folder() -> Path:
+    try:
+        return choices.directory()
+    except RuntimeError as error:
+        # Users of a container may have no home.
+        raise c_library.NoLibrary(f"{error} TLORA_CACHE names another directory") from None
 
 
 def _fault(library: ctypes.CDLL) -> str | None:

@@ -52,10 +52,11 @@ def find_fault(kernels: Kernels) -> str | None:
 
 class _Case:
     def __init__(self, dropout: float) -> None:
-        generator = torch.Generator().manual_seed(0)
+        # It runs where an adapter first meets tokens, whatever torch's defaults are there.
+        generator = torch.Generator("cpu").manual_seed(0)
 
         def random(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=generator)
+            return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
 
         n = len(OUTS)
         self.a_rows = _places([sum(ranks) for ranks in JOBS])
@@ -83,19 +84,20 @@ class _Case:
             for each, width in zip(places, widths, strict=True)
         ]
         self.grads = [random(*each.shape) for each in self.pool]
-        self.rows = torch.arange(3, 3 + NUM_TOKENS, dtype=torch.int32)
-        self.linears = torch.tensor([4, 11, 2])
+        self.rows = torch.arange(3, 3 + NUM_TOKENS, dtype=torch.int32, device="cpu")
+        self.linears = torch.tensor([4, 11, 2], device="cpu")
 
     def found(self, kernels: Kernels) -> list[torch.Tensor]:
         """Y of every linear, dX, and the gradients of A and of every B."""
         a, *b = self.pool
-        table, scales = new_table(len(self.segments), len(OUTS)), torch.zeros(len(self.segments))
+        table = new_table(len(self.segments), len(OUTS))
+        scales = self.x.new_zeros(len(self.segments))
         write_table(self.segments, table, scales)
         route = table_route(table, scales, max(map(sum, JOBS)))
         where = (route, self.rows, self.linears)
         y, dx = [each.clone() for each in self.y], self.dx.clone()
         grad_a, *grad_b = (each.clone() for each in self.grads)
-        s = torch.full((NUM_TOKENS, route.s_like.shape[1]), torch.nan)
+        s = self.x.new_full((NUM_TOKENS, route.s_like.shape[1]), torch.nan)
         kernels.add_forward(y, s, self.x, a, b, *where)
         kernels.add_backward(dx, self.x, self.dy, s, a, b, grad_a, grad_b, *where)
         return [*y, dx, grad_a, *grad_b]
@@ -122,7 +124,7 @@ class _Case:
         rows_of = [of_tokens] * (n + 1) + [self.a_rows, *self.b_rows]
         for index, (name, places) in enumerate(zip(names, rows_of, strict=True)):
             size = NUM_TOKENS if index <= n else len(self.grads[index - n - 1])
-            nobodys = torch.ones(size, dtype=torch.bool)
+            nobodys = torch.ones(size, dtype=torch.bool, device="cpu")
             for rows in places:
                 nobodys[rows] = False
                 yield f"{name}, rows {rows.start} to {rows.stop}", index, rows, LIMIT
