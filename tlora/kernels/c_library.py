@@ -18,8 +18,7 @@ from pathlib import Path
 import torch
 
 FLAGS = ("-std=c11", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-fopenmp")
-"""A product and a sum are one instruction wherever the machine has it, so that all parts of a
-kernel round alike."""
+"""A product and a sum may be one instruction, which rounds once."""
 
 TIMEOUT_S = 120
 

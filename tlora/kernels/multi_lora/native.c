@@ -9,9 +9,9 @@
    values are sums over features or ranks; a gradient's are sums over the tokens of its segment,
    blocks of them in their order, and segments in theirs. */
 
-#include <omp.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 #ifdef __AVX512F__
 #define LANES 16
@@ -21,7 +21,7 @@
 #define ROWS 4
 #endif
 
-#define DEPTH 256  /* Of a sum at once: two vectors of so many rows are half of a small L1. */
+#define DEPTH 256  /* Of a sum at once: two vectors of so many rows fit into a small L1. */
 #define TOKENS 64  /* Of a block. */
 #define FEATURES 64  /* That a thread takes of a gradient, or of an input under dropout. */
 
@@ -64,7 +64,7 @@ typedef struct {
     int64_t num_segments, num_blocks;
     segment *segments;
     block *blocks;
-    int64_t *turned_at; /* Where each segment's turned matrices begin. */
+    int64_t *turned_at; /* Where each segment's turned matrices begin: those of one job share them. */
     float *turned;
     uint32_t *factors, *terms; /* Of features, under dropout. */
 } work;
@@ -170,14 +170,16 @@ static void product(int64_t rows, int64_t columns, int64_t depth, const float *p
     }
 }
 
-/* to [columns, width] = from [rows, columns] turned, with zeros up to the width. */
+/* to [columns, width] = from [rows, columns] turned, with zeros up to the width. In squares: rows
+   of 4,096 features, read one number each, push each other out of the cache. */
 static void turn(const float *from, int64_t rows, int64_t columns, float *to, int64_t width)
 {
-    for (int64_t column = 0; column < columns; column++) {
-        for (int64_t row = 0; row < rows; row++)
-            to[column * width + row] = from[row * columns + column];
-        for (int64_t row = rows; row < width; row++)
-            to[column * width + row] = 0;
+    for (int64_t first = 0; first < columns; first += LANES) {
+        int64_t last = least(first + LANES, columns);
+        for (int64_t some = 0; some < width; some += LANES)
+            for (int64_t row = some; row < some + LANES; row++)
+                for (int64_t column = first; column < last; column++)
+                    to[column * width + row] = row < rows ? from[row * columns + column] : 0;
     }
 }
 
@@ -237,6 +239,13 @@ static int64_t turned_size(const group *g, const segment *own, int is_forward)
     return size;
 }
 
+/* As a job's sequences have, where each is a segment. */
+static int has_matrices_of(const group *g, const segment *own, const segment *other)
+{
+    return own->a_row == other->a_row && !own->threshold == !other->threshold &&
+           !memcmp(own->pairs, other->pairs, sizeof(int64_t) * 2 * g->linears);
+}
+
 /* Whether there was memory. */
 static int prepare(const group *g, work *w, int is_forward)
 {
@@ -259,9 +268,11 @@ static int prepare(const group *g, work *w, int is_forward)
         own.keep = (float)(1.0 / (1.0 - own.threshold / 4294967296.0));
         own.a = g->a + own.a_row * g->in;
         any_dropout |= own.threshold > 0;
-        w->turned_at[w->num_segments] = size;
+        int64_t last = w->num_segments - 1;
+        int shares = last >= 0 && has_matrices_of(g, &own, &w->segments[last]);
+        w->turned_at[last + 1] = shares ? w->turned_at[last] : size;
         w->segments[w->num_segments++] = own;
-        size += turned_size(g, &own, is_forward);
+        size += shares ? 0 : turned_size(g, &own, is_forward);
         blocks += (own.stop - own.start + TOKENS - 1) / TOKENS;
     }
     w->blocks = malloc(sizeof(block) * (blocks + 1));
@@ -282,6 +293,11 @@ static int prepare(const group *g, work *w, int is_forward)
             w->blocks[w->num_blocks++] =
                 (block){i, t, least(TOKENS, w->segments[i].stop - t)};
     return 1;
+}
+
+static int is_turned_before(const work *w, int64_t i)
+{
+    return i && w->turned_at[i] == w->turned_at[i - 1];
 }
 
 /* A of the segment turned: as one matrix, or under dropout as one for each linear. */
@@ -455,7 +471,8 @@ int forward(const group *g, float *const *y, int is_written)
             if (!is_written) {
 #pragma omp for schedule(dynamic)
                 for (int64_t i = 0; i < w.num_segments; i++)
-                    turn_a(g, &w, i);
+                    if (!is_turned_before(&w, i))
+                        turn_a(g, &w, i);
             }
 #pragma omp for schedule(dynamic)
             for (int64_t i = 0; i < w.num_blocks; i++) {
@@ -483,7 +500,8 @@ int backward(const group *g, const float *const *dy, float *ds, float *dx, float
         {
 #pragma omp for schedule(dynamic)
             for (int64_t i = 0; i < w.num_segments; i++)
-                turn_b(g, &w, i);
+                if (!is_turned_before(&w, i))
+                    turn_b(g, &w, i);
 #pragma omp for schedule(dynamic)
             for (int64_t i = 0; i < w.num_blocks; i++) {
                 const block *here = &w.blocks[i];
