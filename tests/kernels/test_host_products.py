@@ -37,7 +37,7 @@ def test_products_are_right(library: str, rows: int) -> None:
         torch.testing.assert_close(linear(x, kept[0], bias), wanted)
         torch.testing.assert_close(linear(x, kept[0], None), wanted - bias)
         pairs = zip(dy, kept, strict=True)
-        wanted = sum(dy_l.double() @ weight.double() for dy_l, weight in pairs)
+        wanted = torch.stack([dy_l.double() @ weight.double() for dy_l, weight in pairs]).sum(0)
         torch.testing.assert_close(input_gradient(dy, kept), wanted.float())
         assert not torch.allclose(input_gradient(dy[:1], kept[:1]), wanted.float())
 
@@ -72,6 +72,15 @@ def test_a_product_that_is_recorded_has_a_gradient(library: str) -> None:
     torch.testing.assert_close(leaf.grad, dy[0] @ weights[0])
     with torch.no_grad():
         torch.testing.assert_close(linear(leaf, weights[0], None), F.linear(x, weights[0]))
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_it_is_compiled_as_a_whole(library: str, recorded: bool) -> None:
+    """As in a layer with a frozen linear in tiles, in training and in evaluation."""
+    x, weights, _ = case()
+    compiled = torch.compile(linear, fullgraph=True)
+    with torch.set_grad_enabled(recorded):
+        torch.testing.assert_close(compiled(x, weights[0], None), F.linear(x, weights[0]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -34,7 +34,8 @@ def input_gradient(dy: list[torch.Tensor], weights: list[torch.Tensor]) -> torch
 
 
 def _takes_onednn(x: torch.Tensor, *weights: torch.Tensor) -> bool:
-    if x.device.type != "cpu" or not _prefers_onednn():
+    # Compiled code chooses for itself, and takes the operator for constant weights alone.
+    if torch.compiler.is_compiling() or x.device.type != "cpu" or not _prefers_onednn():
         return False
     # The operator has no gradient.
     recorded = torch.is_grad_enabled() and any(each.requires_grad for each in (x, *weights))
