@@ -52,7 +52,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     if request.param == "native":
         require_native()
     else:
-        monkeypatch.setattr(native, "serving", lambda x, a: None)
+        monkeypatch.setattr(native, "serving", lambda *tensors: None)
 
 
 def test_new_tensors_do_hold_nan() -> None:

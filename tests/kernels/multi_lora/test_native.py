@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from support.comparing import same_bits
-from support.multi_lora import S_WIDTH, Case, Job, make_case, own, pieces, run
+from support.multi_lora import S_WIDTH, Case, Job, expected, make_case, own, pieces, run
 from support.native import require_native
 
-from tlora.kernels import c_library
-from tlora.kernels.multi_lora import native, native_proof
+from tlora.kernels import c_library, host_products
+from tlora.kernels.multi_lora import multi_lora, native, native_proof
 from tlora.kernels.multi_lora.native import SOURCE, Native
 from tlora.kernels.multi_lora.routes import table_route
 from tlora.kernels.multi_lora.tables import Segment, new_table, write_table
@@ -163,7 +163,10 @@ MUTANTS: dict[str, tuple[str, str]] = {
         "x, g->in,\n                     kept",
     ),
     "matrices of another job": ("last >= 0 && has_matrices_of", "last >= 0 || has_matrices_of"),
-    "half a square turned": ("first < columns; first += LANES", "first < columns; first += 2 * LANES"),
+    "half a square turned": (
+        "first < columns; first += LANES",
+        "first < columns; first += 2 * LANES",
+    ),
     "S of a dropped tile": ("g->s_width, 1, f > 0);", "g->s_width, 1, 0);"),
 }  # fmt: skip
 
@@ -222,6 +225,38 @@ def test_it_serves_float32_alone() -> None:
     assert native.serving(values(torch.bfloat16), values()) is None
     assert native.serving(values(torch.float64), values(torch.float64)) is None
     assert native.serving(values().to("meta"), values()) is None
+    assert native.serving(values(), values(), values(torch.bfloat16)) is None
+
+
+def test_outputs_in_half_precision_are_not_written_as_float32(monkeypatch) -> None:
+    """As torch.autocast makes them of float32: half the bytes."""
+    monkeypatch.setattr(host_products, "_prefers_onednn", lambda: False)
+    case, found = make_case(JOBS, **WIDE), []
+
+    def forward_alone(x, *args, **more) -> tuple[torch.Tensor, ...]:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            found.extend(multi_lora(x, *args, **more))
+        return tuple(x.new_zeros(y.shape, requires_grad=True) for y in found)
+
+    run(case, entry=forward_alone)
+    for y, wanted in zip(found, expected(case).y, strict=True):
+        assert y.dtype == torch.bfloat16
+        torch.testing.assert_close(y.double(), wanted, rtol=0.02, atol=0.1)
+
+
+@pytest.mark.parametrize("change", ["tokens", "width"])
+def test_a_table_that_leads_outside_is_refused(change: str) -> None:
+    """Written to, memory of others would be in ruins."""
+    case = make_case(JOBS, **WIDE)
+    table, scales = case.table()
+    route = table_route(table, scales, 16 if change == "width" else S_WIDTH)
+    x = case.x[:-40] if change == "tokens" else case.x
+    s = torch.zeros(len(x), route.s_like.shape[1])
+    y = [torch.zeros(len(x), out) for out in WIDE["out_features"]]
+    with pytest.raises(ValueError, match="a segment is longer"):
+        require_native().add_forward(
+            y, s, x, case.a, case.b, route, case.rows, torch.tensor(case.linears)
+        )
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def _forward(
     ]
     s = a.new_empty(x.shape[0], s_like.shape[1]) if kept is None else kept
     if read_table(table, extra):
-        kernels = native.serving(x, a) or cpu
+        kernels = native.serving(x, a, *b, *y) or cpu
         kernels.add_forward(y, s, x, a, b, route, rows, linears, is_written=kept is not None)
     return [*y, s if kept is None else x.new_empty(0)]
 
@@ -95,7 +95,8 @@ def _backward(
     if bases:
         dx = row_tiles.input_gradient(dy, bases, tile_rows)
     if read_table(table, extra):
-        kernels = native.serving(x, a) or cpu
+        # As forward, whose S has another order in the other's memory: dY has the format of Y.
+        kernels = native.serving(x, a, *b, *dy) or cpu
         kernels.add_backward(dx, x, dy, s, a, b, grad_a, grad_b, route, rows, linears)
     return x.new_empty(0) if dx is None else dx
 
@@ -269,6 +270,9 @@ def multi_lora(
         raise ValueError(f"the table is for another number of linears than {n}")
     if rows.shape[0] != x.shape[0]:
         raise ValueError(f"rows has {rows.shape[0]} entries for {x.shape[0]} tokens")
+    # Kernels read memory as what it should be.
+    if rows.dtype != torch.int32 or linears.dtype != torch.int64:
+        raise ValueError(f"rows must be int32 and linears int64, not {rows.dtype}, {linears.dtype}")
     return MultiLora.apply(
         x, weights, biases, transposed, a, b, grad_a, grad_b, route, rows, linears, tile_rows,
         kept, keep, scales, turned,

@@ -25,6 +25,7 @@
 #define TOKENS 64  /* Of a block. */
 #define FEATURES 64  /* That a thread takes of a gradient, or of an input under dropout. */
 
+enum { DONE, NO_MEMORY, OUTSIDE };
 enum { START, STOP, A_ROW, THRESHOLD, KEY, PAIRS };
 
 #define FEATURE_SALT 0x03707344u
@@ -35,7 +36,7 @@ typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias))
 typedef struct {
     const int64_t *table;   /* [1 + segments, columns] */
     const float *scales;    /* [segments] */
-    int64_t columns, linears, in;
+    int64_t tokens, columns, linears, in;
     const int64_t *outs;    /* [linears] */
     const int32_t *places;  /* [tokens], which key dropout, with: */
     const int64_t *numbers; /* [linears] */
@@ -246,7 +247,6 @@ static int has_matrices_of(const group *g, const segment *own, const segment *ot
            !memcmp(own->pairs, other->pairs, sizeof(int64_t) * 2 * g->linears);
 }
 
-/* Whether there was memory. */
 static int prepare(const group *g, work *w, int is_forward)
 {
     int64_t count = g->table[0], blocks = 0, size = 0;
@@ -255,7 +255,7 @@ static int prepare(const group *g, work *w, int is_forward)
     w->segments = malloc(sizeof(segment) * (count + 1));
     w->turned_at = malloc(sizeof(int64_t) * (count + 1));
     if (!w->segments || !w->turned_at)
-        return 0;
+        return NO_MEMORY;
     for (int64_t i = 0; i < count; i++) {
         const int64_t *row = g->table + (i + 1) * g->columns;
         segment own = {.start = row[START], .stop = row[STOP], .a_row = row[A_ROW],
@@ -265,6 +265,8 @@ static int prepare(const group *g, work *w, int is_forward)
             own.width += rank_of(&own, l);
         if (!own.width || own.stop <= own.start)
             continue;
+        if (own.start < 0 || own.stop > g->tokens || own.width > g->s_width)
+            return OUTSIDE;
         own.keep = (float)(1.0 / (1.0 - own.threshold / 4294967296.0));
         own.a = g->a + own.a_row * g->in;
         any_dropout |= own.threshold > 0;
@@ -282,7 +284,7 @@ static int prepare(const group *g, work *w, int is_forward)
         w->terms = malloc(sizeof(uint32_t) * g->in);
     }
     if (!w->blocks || !w->turned || (any_dropout && !(w->factors && w->terms)))
-        return 0;
+        return NO_MEMORY;
     for (int64_t f = 0; any_dropout && f < g->in; f++) {
         uint32_t hash = mix((uint32_t)f ^ FEATURE_SALT);
         w->factors[f] = hash | 1;
@@ -292,7 +294,7 @@ static int prepare(const group *g, work *w, int is_forward)
         for (int64_t t = w->segments[i].start; t < w->segments[i].stop; t += TOKENS)
             w->blocks[w->num_blocks++] =
                 (block){i, t, least(TOKENS, w->segments[i].stop - t)};
-    return 1;
+    return DONE;
 }
 
 static int is_turned_before(const work *w, int64_t i)
@@ -460,12 +462,12 @@ static void reduce_a(const group *g, const work *w, int64_t first, int64_t colum
     }
 }
 
-/* y += S B, and S is written, or read if it is there. Whether there was memory. */
+/* y += S B, and S is written, or read if it is there. */
 int forward(const group *g, float *const *y, int is_written)
 {
     work w;
-    int enough = prepare(g, &w, 1);
-    if (enough) {
+    int outcome = prepare(g, &w, 1);
+    if (outcome == DONE) {
 #pragma omp parallel num_threads(g->threads) if (g->threads > 1)
         {
             if (!is_written) {
@@ -483,7 +485,7 @@ int forward(const group *g, float *const *y, int is_written)
         }
     }
     forget(&w);
-    return enough;
+    return outcome;
 }
 
 /* dx += ..., grad_a += ..., grad_b += ...; dx may be NULL. ds is room like s. */
@@ -491,11 +493,11 @@ int backward(const group *g, const float *const *dy, float *ds, float *dx, float
              float *const *grad_b)
 {
     work w;
-    int enough = prepare(g, &w, 0);
+    int outcome = prepare(g, &w, 0);
     int64_t tasks = (g->in + FEATURES - 1) / FEATURES;
     for (int64_t l = 0; l < g->linears; l++)
         tasks += (g->outs[l] + FEATURES - 1) / FEATURES;
-    if (enough) {
+    if (outcome == DONE) {
 #pragma omp parallel num_threads(g->threads) if (g->threads > 1)
         {
 #pragma omp for schedule(dynamic)
@@ -525,5 +527,5 @@ int backward(const group *g, const float *const *dy, float *ds, float *dx, float
         }
     }
     forget(&w);
-    return enough;
+    return outcome;
 }

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("native.c")
 
 _Pointer, _Number = ctypes.c_void_p, ctypes.c_int64
+_NO_MEMORY, _OUTSIDE = 1, 2
+"""What may come back, beside 0."""
 
 
 class _Group(ctypes.Structure):
@@ -31,6 +33,7 @@ class _Group(ctypes.Structure):
     _fields_ = (
         ("table", _Pointer),
         ("scales", _Pointer),
+        ("tokens", _Number),
         ("columns", _Number),
         ("linears", _Number),
         ("in", _Number),
@@ -104,14 +107,15 @@ class _Held:
         b_at = _addresses(b)
         self._held = (x, rows, scales, outs, b_at)
         self._group = _Group(
-            _address(route.table),
+            _address(route.table, torch.int64),
             _address(scales),
+            x.shape[0],
             route.table.shape[1],
             len(b),
             x.shape[1],
             ctypes.addressof(outs),
-            _address(rows),
-            _address(linears),
+            _address(rows, torch.int32),
+            _address(linears, torch.int64),
             _address(x),
             _address(a),
             ctypes.addressof(b_at),
@@ -124,13 +128,15 @@ class _Held:
     def group(self) -> int:
         return ctypes.addressof(self._group)
 
-    def check(self, had_memory: int) -> None:
-        if not had_memory:
+    def check(self, outcome: int) -> None:
+        if outcome == _NO_MEMORY:
             raise MemoryError("no memory for the adapters' products")
+        if outcome == _OUTSIDE:
+            raise ValueError("a segment is longer than the nano-batch, or wider than its S")
 
 
-def _address(tensor: torch.Tensor) -> int:
-    assert tensor.is_contiguous()
+def _address(tensor: torch.Tensor, dtype: torch.dtype = torch.float32) -> int:
+    assert tensor.is_contiguous() and tensor.dtype == dtype, (tensor.stride(), tensor.dtype)
     return tensor.data_ptr()
 
 
@@ -138,9 +144,10 @@ def _addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array:
     return (_Pointer * len(tensors))(*map(_address, tensors))
 
 
-def serving(x: torch.Tensor, a: torch.Tensor) -> Native | None:
-    """Where it serves such activations and pools."""
-    is_single = x.dtype == a.dtype == torch.float32
+def serving(x: torch.Tensor, *others: torch.Tensor) -> Native | None:
+    """Where it serves such activations, pools and outputs. Under torch.autocast outputs may be of
+    another format than what they are made of."""
+    is_single = all(each.dtype == torch.float32 for each in (x, *others))
     return _native() if is_single and x.device.type == "cpu" else None
 
 
