@@ -312,7 +312,7 @@ def test_a_disk_too_full_for_a_result_stops_nobody_else(base, rows, tmp_path, mo
     assert "single: its result.json cannot be written" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("what", ["device", "torch", "tiled", "adapters"])
+@pytest.mark.parametrize("what", ["device", "torch", "tiled", "adapters", "frozen"])
 def test_an_exact_run_does_not_go_on_where_its_bits_may_differ(base, rows, tmp_path, what):
     """Another device, build or set of tiles than it was started with is named."""
     spec = tlora.load_spec(spec_of(base, rows))
@@ -324,6 +324,7 @@ def test_an_exact_run_does_not_go_on_where_its_bits_may_differ(base, rows, tmp_p
         "torch": {"versions": {**about["versions"], "torch": "1.0"}},
         "tiled": {"exact": {**about["exact"], "tiled": ["48 to 48"]}},
         "adapters": {"exact": {**about["exact"], "adapters": "another library"}},
+        "frozen": {"exact": {**about["exact"], "frozen": "another library"}},
     }
     (output / "run.json").write_text(json.dumps({**about, **changes[what]}))
     with pytest.raises(SpecError, match="may give other bits") as caught:

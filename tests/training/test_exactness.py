@@ -6,6 +6,8 @@ import torch
 from support.models import SUPPORTED, super_model, tiny_model
 
 from tlora.core.errors import SpecError
+from tlora.kernels import host_products
+from tlora.kernels.multi_lora import native
 from tlora.model.super_model import SuperModel
 from tlora.runtime.threads import using_threads
 from tlora.training import exactness
@@ -143,6 +145,15 @@ def test_every_rank_and_dropout_are_tried(lengths: tuple[int, ...]) -> None:
         assert tried == set(ranks)
         assert {bool(subject.dropout) for subject in subjects} == {False, True}
         assert sum(len(each) for subject in subjects for each in subject.sequences) <= 768
+
+
+@pytest.mark.parametrize("preferred", [True, False])
+def test_it_says_whose_products_were_proven(preferred: bool, monkeypatch) -> None:
+    """A run that goes on with another library's has other bits."""
+    monkeypatch.setattr(host_products, "_prefers_onednn", lambda: preferred)
+    monkeypatch.setattr(native, "_native", lambda: None)
+    proof = prove_exact(exact_model(), ROWS, ranks=(8,), lengths=SIZES["lengths"])
+    assert (proof.adapters, proof.frozen) == ("torch", "oneDNN" if preferred else "torch")
 
 
 def test_a_cpu_has_one_thread() -> None:

@@ -33,13 +33,18 @@ def input_gradient(dy: list[torch.Tensor], weights: list[torch.Tensor]) -> torch
     return dx
 
 
+def serving(*values: torch.Tensor) -> bool:
+    """Whether products of such values are oneDNN's where no gradient is recorded."""
+    single = all(each.dtype == torch.float32 for each in values)
+    return single and values[0].device.type == "cpu" and _prefers_onednn()
+
+
 def _takes_onednn(x: torch.Tensor, *weights: torch.Tensor) -> bool:
     # Compiled code chooses for itself, and takes the operator for constant weights alone.
-    if torch.compiler.is_compiling() or x.device.type != "cpu" or not _prefers_onednn():
+    if torch.compiler.is_compiling() or not serving(x, *weights):
         return False
     # The operator has no gradient.
-    recorded = torch.is_grad_enabled() and any(each.requires_grad for each in (x, *weights))
-    return not recorded and all(each.dtype == torch.float32 for each in (x, *weights))
+    return not (torch.is_grad_enabled() and any(each.requires_grad for each in (x, *weights)))
 
 
 @functools.cache

@@ -102,6 +102,7 @@ def _decides_bits(about: dict[str, Any]) -> dict[str, object]:
         "products in tiles:": ", ".join(exact["tiled"]) or "none",
         # Records from before there was a choice do not name it.
         "adapters computed by": exact.get("adapters", "torch"),
+        "frozen products computed by": exact.get("frozen", "torch"),
     }
 
 

@@ -21,6 +21,7 @@ import torch
 
 from tlora.core.errors import SpecError
 from tlora.core.sequence import IGNORED, TokenSequence
+from tlora.kernels import host_products
 from tlora.kernels.multi_lora import native
 from tlora.model.adapters import AdapterWeights, LoraPair
 from tlora.model.loading import context_length
@@ -69,6 +70,9 @@ class Exactness:
     adapters: str = "torch"
     """Whose products they are on a CPU: torch's, or those of our C."""
 
+    frozen: str = "torch"
+    """Whose products with frozen weights are: oneDNN's, or those that torch chooses."""
+
     @property
     def line(self) -> str:
         tiles = f", {len(self.tiled)} of them in tiles of rows" if self.tiled else ""
@@ -111,7 +115,8 @@ def _prove(
     group = model.groups[0]
     like = torch.empty(0, dtype=group.dtype, device=model.device)
     adapters = "C" if native.serving(like, group.pool.a.operand) else "torch"
-    return Exactness(num_rows, found.probed, found.tiled, 0.0, one_thread, adapters)
+    frozen = "oneDNN" if host_products.serving(like) else "torch"
+    return Exactness(num_rows, found.probed, found.tiled, 0.0, one_thread, adapters, frozen)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
