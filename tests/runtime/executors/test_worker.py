@@ -4,10 +4,16 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+import torch
 from safetensors.torch import load_file
+from support.native import require_native
 from support.waiting import PATIENCE_S
 
 from tlora.config import dump_spec
+from tlora.core.errors import SpecError
+from tlora.kernels import host_products
+from tlora.kernels.multi_lora import native
 from tlora.runtime import saving
 from tlora.runtime.executors.messages import (
     Asked,
@@ -27,7 +33,8 @@ from tlora.runtime.executors.messages import (
     messages_of,
 )
 from tlora.runtime.executors.worker import Worker, WorkerSettings
-from tlora.runtime.training import train
+from tlora.runtime.training import describe_run, train
+from tlora.training.exactness import Exactness
 
 BUCKET = 256
 
@@ -48,6 +55,26 @@ def attach(worker: Worker, *jobs: str, weight: float = 1.0, bucket: int = BUCKET
 
 def adapter(root: Path, job: str) -> dict:
     return load_file(root / job / "adapter" / "adapter_model.safetensors")
+
+
+def test_a_worker_with_other_kernels_than_the_run_does_not_train_exactly(
+    new_run, monkeypatch
+) -> None:
+    """Where its compiler was too slow, say: jobs move between workers, and bits would change."""
+    spec, root = new_run("a")
+    engine = replace(spec.engine, isolation="exact", nano_batch_tokens=BUCKET)
+    spec = replace(spec, engine=engine)
+    (root / "resolved.yaml").write_text(dump_spec(spec))
+    settings = WorkerSettings(root, "cpu", exact_tokens=BUCKET)
+    proof = Exactness(BUCKET, 0, [], 0.0, adapters="C", frozen="torch")
+    about = describe_run(spec, torch.device("cpu"), proof)
+    (root / "run.json").write_text(json.dumps(about))
+    monkeypatch.setattr(host_products, "_prefers_onednn", lambda: False)
+    require_native()
+    Worker(settings, lambda message: None)
+    monkeypatch.setattr(native, "_native", lambda: None)
+    with pytest.raises(SpecError, match="adapters computed by C and would go on with torch"):
+        Worker(settings, lambda message: None)
 
 
 def test_a_job_that_moves_between_workers_trains_as_one_that_stays(new_run, tmp_path) -> None:

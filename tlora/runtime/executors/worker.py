@@ -46,9 +46,10 @@ from tlora.runtime.executors.messages import (
 )
 from tlora.runtime.progress import RankUsage
 from tlora.runtime.recording import Recorder
+from tlora.runtime.resuming import check_same_bits
 from tlora.runtime.sinks import Sinks
 from tlora.runtime.sweeps.metrics import trial_metrics
-from tlora.runtime.training import load_super_model, show_exact
+from tlora.runtime.training import describe_run, load_super_model, show_exact
 from tlora.training.compose import Kind
 from tlora.training.driver import JobDriver, Status
 from tlora.training.engine import Engine
@@ -117,7 +118,9 @@ class Worker:
         )
         if exact is not None:
             # It may put products into tiles, which is done to a model, not to a run.
-            show_exact(self.model, self.spec, self._all_data(), exact)
+            proof = show_exact(self.model, self.spec, self._all_data(), exact)
+            # Here a compiler may have been too slow, or the device is another kind of GPU.
+            check_same_bits(settings.directory, describe_run(self.spec, device, proof))
         self.drivers: dict[str, JobDriver] = {}
         self.arrivals = Arrivals()
         self.stopped = False
