@@ -64,6 +64,7 @@ def call(case: Case, **changes: object) -> tuple[torch.Tensor, ...]:
         ),
         (lambda case: {"rows": case.rows[1:]}, "rows has 17 entries for 18 tokens"),
         (lambda case: {"rows": case.rows.long()}, "rows must be int32 and linears int64"),
+        (lambda case: {"linears": torch.tensor([0, 1]).int()}, "rows must be int32 and linears"),
         (lambda case: {"grad_a": case.grad_a[1:]}, "grad_a and grad_b must have the shapes"),
         (lambda case: {"grad_b": case.grad_b[::-1]}, "grad_a and grad_b must have the shapes"),
     ],

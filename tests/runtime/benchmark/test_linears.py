@@ -2,6 +2,8 @@
 
 import pytest
 
+from tlora.kernels import host_products
+from tlora.runtime.benchmark import linears
 from tlora.runtime.benchmark.linears import (
     LinearTime,
     adapter_bytes,
@@ -55,3 +57,31 @@ def test_a_measured_nano_batch_has_tokens_of_every_job(work, ours) -> None:
         assert [segment.job for segment in batch.segments] == [job.name for job in work.jobs]
         assert all(segment.stop > segment.start for segment in batch.segments)
         assert batch.num_rows >= budget
+
+
+def test_frozen_linears_of_a_cpu_are_products_both_ways(ours, work, monkeypatch) -> None:
+    """As many of either kind as the ones with adapters have beneath them."""
+    with_adapters: list[bool] = []
+    counts = {"linear": [0, 0], "input_gradient": [0, 0]}
+    for name, count in counts.items():
+        product = getattr(host_products, name)
+
+        def counted(*given, product=product, count=count):
+            count[bool(with_adapters)] += 1
+            return product(*given)
+
+        monkeypatch.setattr(host_products, name, counted)
+
+    def once(steps, device):
+        for step in steps:
+            step()
+            with_adapters.append(True)
+        with_adapters.clear()
+        return [1.0 for _ in steps]
+
+    monkeypatch.setattr(linears, "seconds_in_turn", once)
+    monkeypatch.setattr(linears, "replayed", lambda step, device: step)
+    # Each of its own: oneDNN's gradients are linears too.
+    monkeypatch.setattr(host_products, "_prefers_onednn", lambda: False)
+    measure(ours, work, budget_tokens=128, copy_bytes_per_s=1e9)
+    assert counts == {"linear": [7, 7], "input_gradient": [4, 4]}
