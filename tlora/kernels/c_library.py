@@ -129,9 +129,15 @@ def _openmp() -> str | None:
         place = ctypes.cast(torchs.omp_get_max_threads, ctypes.c_void_p).value or 0
     except (OSError, AttributeError):
         return None
-    for line in Path("/proc/self/maps").read_text("utf-8", "replace").splitlines():
-        span, *_, path = line.split(maxsplit=5)
+    path = _mapped_at(place, Path("/proc/self/maps").read_text("utf-8", "replace"))
+    return path if path and "libgomp" in path else None
+
+
+def _mapped_at(place: int, maps: str) -> str | None:
+    """The file whose content is at an address of this process."""
+    for line in maps.splitlines():
+        span, _, _, _, _, *path = line.split(maxsplit=5)
         first, last = (int(end, 16) for end in span.split("-"))
         if first <= place < last:
-            return path if "libgomp" in path else None
+            return path[0] if path else None
     return None
