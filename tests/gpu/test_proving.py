@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+from tlora.kernels import cache
 from tlora.kernels.multi_lora import choices, proving, routes, settling
 from tlora.kernels.multi_lora.devices import limits
 from tlora.kernels.multi_lora.routes import kernels_serve
@@ -52,7 +53,7 @@ def test_this_device_is_right(fresh, caplog, dtype):
     assert time.monotonic() - began < MOST_SECONDS
     gc.collect()
     assert torch.cuda.memory_allocated() == held
-    assert choices.read_proven(choices.directory(), settling.key_of(fresh))
+    assert choices.read_proven(cache.directory(), settling.key_of(fresh))
 
 
 def test_a_product_that_is_wrong_is_seen(fresh, monkeypatch, caplog):

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from tlora.kernels import cache
 from tlora.kernels.multi_lora import choices, devices, settings, settling
 
 pytestmark = [
@@ -40,7 +41,7 @@ def test_a_device_is_tuned_once_and_in_seconds(fresh, monkeypatch):
     device = torch.device("cuda", torch.cuda.current_device())
     held = torch.cuda.memory_allocated()
     first = settle()
-    found = choices.read(choices.directory(), settling.key_of(device))
+    found = choices.read(cache.directory(), settling.key_of(device))
     assert len(found) == 8, "one for every kernel, and two with dropout"
     assert devices.settled(device) == set(found)
     assert torch.cuda.memory_allocated() == held

@@ -22,6 +22,12 @@ from tlora.training.loop import run_jobs
 # the gradient norms, 8e-7 in the adapters.
 ROUNDING = 5e-6
 
+# From PEFT in double precision. Measured: at most 8e-8 in the losses, 4e-7 in the norms, 3.4e-6 in
+# the adapters; of PEFT itself in float32, by either kind of attention, 2e-7, 4e-7 and 7.5e-6. AdamW
+# makes steps of one size of gradients of any: what rounding leaves of a small one counts as much.
+ROUNDING_OF_STEPS = 2e-6
+ROUNDING_OF_PEFT = 1e-5
+
 Disturb = Callable[[Engine, int], None]
 
 
@@ -87,7 +93,7 @@ def with_peft() -> dict[str, Curve]:
     numbers = linear_numbers(model)
     return {
         spec.name: train_with_peft(
-            base_model(), spec, ROWS[spec.name], model.new_adapter(spec), numbers
+            base_model().double(), spec, ROWS[spec.name], model.new_adapter(spec), numbers
         )
         for spec in JOBS
     }
@@ -101,9 +107,11 @@ def test_a_job_in_company_trains_as_it_trains_alone(name, together, alone):
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_job_in_company_trains_as_peft_trains_it(name, together, with_peft):
-    """Against Hugging Face PEFT and torch's AdamW on the same data order."""
+    """Against Hugging Face PEFT and torch's AdamW on the same data order, in double precision."""
     assert len(together[name].losses) == STEPS
-    assert difference(together[name], with_peft[name]).within(ROUNDING)
+    found = difference(together[name], with_peft[name])
+    assert max(found.loss, found.grad_norm) <= ROUNDING_OF_STEPS
+    assert found.adapter <= ROUNDING_OF_PEFT
 
 
 def test_training_changes_the_losses(alone):

@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from support.native import require_native_attention
 from support.tiny import tiny_llama
 from transformers import MistralConfig, MistralForCausalLM
 
@@ -310,11 +311,8 @@ def test_an_engine_goes_on_where_nothing_can_be_compiled(
     assert losses[0] == losses[1]
 
 
-def test_attention_that_cannot_be_compiled_is_run_as_it_is(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """A sliding window on a CPU: the probe sees it, and no nano-batch breaks off for it. Ranks that
-    hold the backbone in shards could not make up for one with every version of torch."""
+def losses_in_a_window(*, compiled: bool) -> tuple[SuperModel, list[float]]:
+    """A sliding window on a CPU, over three steps, two of which compile nothing."""
     torch.manual_seed(0)
     config = MistralConfig(
         vocab_size=64,
@@ -326,19 +324,39 @@ def test_attention_that_cannot_be_compiled_is_run_as_it_is(
         sliding_window=4,
     )
     torch._dynamo.reset()
-    model = SuperModel(MistralForCausalLM(config), compiled=True)
+    model = SuperModel(MistralForCausalLM(config), compiled=compiled)
     engine = Engine(model, budget_tokens=64)
     engine.attach("a", model.new_adapter(spec("a", 4)), scale=1.0)
-    before = graphs_compiled()
-    assert not model.routing.compiled
-    assert "layers are not compiled: attention in float32" in caplog.text
+    losses, graphs = [], []
     for length in (20, 30, 40):
         ids = np.arange(1, length)
         engine.feed("a", [TokenSequence(ids, ids)], loss_scale=0.1)
         engine.request_step("a", learning_rate=1e-2)
-        assert engine.run_nano_batch().steps
-    assert engine.step("a") == 3
-    assert graphs_compiled() == before
+        losses += [step.loss for step in engine.run_nano_batch().steps]
+        graphs.append(graphs_compiled())
+    assert len(set(graphs)) == 1
+    return model, losses
+
+
+def test_attention_that_cannot_be_compiled_is_run_as_it_is(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window without attention in C: the probe sees it, and no nano-batch breaks off for it.
+    Ranks that hold the backbone in shards could not make up for one with every version of torch."""
+    monkeypatch.setattr(routing.native, "serves", lambda *_: False)
+    model, losses = losses_in_a_window(compiled=True)
+    assert not model.routing.compiled
+    assert "layers are not compiled: attention in float32" in caplog.text
+    assert len(losses) == 3
+
+
+def test_windows_are_compiled_where_attention_is_in_c() -> None:
+    """Without counting in Python: sequences of any length share a graph."""
+    require_native_attention()
+    model, losses = losses_in_a_window(compiled=True)
+    assert model.routing.compiled
+    _, wanted = losses_in_a_window(compiled=False)
+    assert losses == pytest.approx(wanted, rel=1e-5) and len(losses) == 3
 
 
 def test_checks_in_float32_keep_no_layer_of_a_half_precision_model_from_compiling(
@@ -352,6 +370,7 @@ def test_checks_in_float32_keep_no_layer_of_a_half_precision_model_from_compilin
         seen.append(query.dtype)
         return query.dtype == torch.bfloat16
 
+    monkeypatch.setattr(routing.native, "serves", lambda *_: False)
     monkeypatch.setattr(routing.grouped, "serves", half_only)
     found = {}
     for dtype in (torch.bfloat16, torch.float32):

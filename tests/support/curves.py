@@ -183,8 +183,11 @@ def train_with_peft(
                 for dropout in masks.values():
                     dropout.enter(step, token_rows)
                 logits = peft(input_ids=ids, attention_mask=mask).logits
+                at_least_float32 = torch.promote_types(logits.dtype, torch.float32)
                 losses = torch.nn.functional.cross_entropy(
-                    logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="none"
+                    logits[:, :-1].flatten(0, 1).to(at_least_float32),
+                    labels[:, 1:].flatten(),
+                    reduction="none",
                 )
                 return losses.view(len(sequences), -1).sum(1)
 

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 from support.models import SUPPORTED, super_model, tiny_model
+from support.native import require_native_attention
 
 from tlora.core.errors import SpecError
 from tlora.kernels import host_products
+from tlora.kernels.attention import native as native_attention
 from tlora.kernels.multi_lora import native
 from tlora.model.super_model import SuperModel
 from tlora.runtime.threads import using_threads
@@ -151,9 +153,14 @@ def test_every_rank_and_dropout_are_tried(lengths: tuple[int, ...]) -> None:
 def test_it_says_whose_products_were_proven(preferred: bool, monkeypatch) -> None:
     """A run that goes on with another library's has other bits."""
     monkeypatch.setattr(host_products, "_prefers_onednn", lambda: preferred)
+    require_native_attention()
     monkeypatch.setattr(native, "_native", lambda: None)
     proof = prove_exact(exact_model(), ROWS, ranks=(8,), lengths=SIZES["lengths"])
     assert (proof.adapters, proof.frozen) == ("torch", "oneDNN" if preferred else "torch")
+    assert proof.attention == "C"
+    monkeypatch.setattr(native_attention, "_native", lambda: None)
+    proof = prove_exact(exact_model(), ROWS, ranks=(8,), lengths=SIZES["lengths"])
+    assert proof.attention == "torch"
 
 
 def test_a_cpu_has_one_thread() -> None:

@@ -20,8 +20,10 @@ import torch
 FLAGS = ("-std=c11", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-fopenmp")
 """A product and a sum may be one instruction, which rounds once."""
 
-TIMEOUT_S = 120
+HEADERS = Path(__file__).parent
+"""Of all that is in C."""
 
+TIMEOUT_S = 120
 
 Fault = Callable[[ctypes.CDLL], str | None]
 """What is wrong with a library, if anything."""
@@ -75,7 +77,7 @@ def _compiler() -> tuple[str, ...] | None:
 
 def _compile(source: Path, compiler: tuple[str, ...], threads: str, folder: Path) -> Path:
     part, whole = folder / "part.o", folder / "whole.so"
-    _run(*compiler, *FLAGS, "-c", str(source), "-o", str(part))
+    _run(*compiler, *FLAGS, f"-I{HEADERS}", "-c", str(source), "-o", str(part))
     # With the threads that torch has, or there would be twice as many.
     _run(*compiler, "-shared", str(part), threads, "-o", str(whole))
     # Before it is loaded: nobody may write to a file whose code runs.
@@ -109,6 +111,8 @@ def _key(source: Path, compiler: tuple[str, ...], threads: str) -> str:
     command = (os.path.realpath(compiler[0]), *compiler[1:])
     parts = (*FLAGS, *command, threads, platform.machine(), _instructions())
     found = hashlib.sha256(source.read_bytes())
+    for header in sorted(HEADERS.glob("*.h")):
+        found.update(b"\0" + header.read_bytes())
     for part in parts:
         found.update(b"\0" + part.encode())
     return found.hexdigest()[:24]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tlora.kernels.attention import grouped
+from tlora.kernels.attention import grouped, native
 from tlora.kernels.attention.layout import AttentionLayout, attention_layout
 from tlora.kernels.attention.packed import packed_attention
 from tlora.kernels.attention.varlen import supports, varlen_attention
@@ -51,6 +51,8 @@ class Routing:
         self.per_sequence = per_sequence
         self.rows = torch.zeros(0, dtype=torch.int32, device=device)
         self.boundaries = torch.zeros(1, dtype=torch.int32, device=device)
+        """Of the sequences, and on a device of the padding."""
+
         self.longest = torch.empty(0, 0)
         """[0, tokens of the longest sequence, or a little more]: a number that may change without
         compiling anything."""
@@ -72,6 +74,7 @@ class Routing:
         self._sharing: list[Sharing] = []
         """Found anew after slots have moved."""
 
+        self._has_native_attention = False
         self._active = False
         self.compiled = False
         """Layers run through torch.compile."""
@@ -153,8 +156,11 @@ class Routing:
         self._layouts = {}
         if self.device.type == "cuda":
             self._load_boundaries(batch)
-        elif self.compiled:
-            self._load_layouts(batch)
+        else:
+            self._has_native_attention = native.is_compiled()
+            self._load_starts(batch)
+            if self.compiled:
+                self._load_layouts(batch)
         if not self._sharing:
             self._sharing = [Sharing(alike, self._routes_of(alike)) for alike in _by_rows(pools)]
         for sharing in self._sharing:
@@ -213,13 +219,16 @@ class Routing:
         else:
             longest = min(longest, power_of_two(max(batch.lengths, default=1), MIN_LONGEST))
             lengths = [*batch.lengths, *[longest] * (padding // longest), padding % longest]
-        padded = torch.zeros(power_of_two(len(lengths), MIN_BOUNDARIES) + 1, dtype=torch.int32)
-        padded[1 : len(lengths) + 1] = torch.tensor(lengths, dtype=torch.int32)
-        self.boundaries = self._kept("boundaries", padded.cumsum(0, dtype=torch.int32))
+        self.boundaries = self._kept("boundaries", _boundaries(lengths))
         self.longest = torch.empty(0, longest)
         if self.compiled:
             varies(self.boundaries, 0)
             varies(self.longest, 1)
+
+    def _load_starts(self, batch: PackedBatch) -> None:
+        self.boundaries = _boundaries(batch.lengths)
+        if self.compiled:
+            varies(self.boundaries, 0)
 
     def _load_layouts(self, batch: PackedBatch) -> None:
         """Before compiled layers ask for them: they cannot wait."""
@@ -273,6 +282,10 @@ class Routing:
                 window=sliding_window,
                 repeatable=self.per_sequence,
             )
+        elif self._has_native_attention and native.serves(q, k, v, softcap, s_aux):
+            out = native.native_attention(
+                q, k, v, self.boundaries, scale=scale, window=sliding_window
+            )
         elif self.compiled and grouped.serves(q, v, sliding_window, softcap, s_aux):
             out = grouped.grouped_attention(q, k, v, self._layout_for(q), scale=scale)
         else:
@@ -304,6 +317,13 @@ def _mark(route: Route) -> None:
     varies(route.table, 0)
     varies(route.extra, 0)
     varies(route.s_like, 1)
+
+
+def _boundaries(lengths: list[int]) -> torch.Tensor:
+    """Empty sequences fill it to a power of two."""
+    padded = torch.zeros(power_of_two(len(lengths), MIN_BOUNDARIES) + 1, dtype=torch.int32)
+    padded[1 : len(lengths) + 1] = torch.tensor(lengths, dtype=torch.int32)
+    return padded.cumsum(0, dtype=torch.int32)
 
 
 def padded_lengths(lengths: list[int], num_rows: int) -> list[int]:

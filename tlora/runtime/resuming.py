@@ -103,6 +103,7 @@ def _decides_bits(about: dict[str, Any]) -> dict[str, object]:
         # Records from before there was a choice do not name it.
         "adapters computed by": exact.get("adapters", "torch"),
         "frozen products computed by": exact.get("frozen", "torch"),
+        "attention computed by": exact.get("attention", "torch"),
     }
 
 

@@ -22,6 +22,7 @@ import torch
 from tlora.core.errors import SpecError
 from tlora.core.sequence import IGNORED, TokenSequence
 from tlora.kernels import host_products
+from tlora.kernels.attention import native as native_attention
 from tlora.kernels.multi_lora import native
 from tlora.model.adapters import AdapterWeights, LoraPair
 from tlora.model.loading import context_length
@@ -73,6 +74,9 @@ class Exactness:
     frozen: str = "torch"
     """Whose products with frozen weights are: oneDNN's, or those that torch chooses."""
 
+    attention: str = "torch"
+    """Whose attention is: torch's, or that of our C."""
+
     @property
     def line(self) -> str:
         tiles = f", {len(self.tiled)} of them in tiles of rows" if self.tiled else ""
@@ -116,7 +120,10 @@ def _prove(
     like = torch.empty(0, dtype=group.dtype, device=model.device)
     adapters = "C" if native.serving(like, group.pool.a.operand) else "torch"
     frozen = "oneDNN" if host_products.serving(like) else "torch"
-    return Exactness(num_rows, found.probed, found.tiled, 0.0, one_thread, adapters, frozen)
+    attention = "C" if native_attention.is_used_for(like) else "torch"
+    return Exactness(
+        num_rows, found.probed, found.tiled, 0.0, one_thread, adapters, frozen, attention
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,19 +1,16 @@
 """The kernels in C: bits that depend on nobody, other instructions, and what the proof refuses.
 That they are right through the public entry is for test_cpu.py."""
 
-import logging
-import platform
 import resource
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from support.comparing import same_bits
 from support.multi_lora import S_WIDTH, Case, Job, expected, make_case, own, pieces, run
-from support.native import require_native
+from support.native import build, build_mutant, require_native, with_fewer_instructions
 
-from tlora.kernels import c_library, host_products
+from tlora.kernels import host_products
 from tlora.kernels.multi_lora import multi_lora, native, native_proof
 from tlora.kernels.multi_lora.native import SOURCE, Native
 from tlora.kernels.multi_lora.routes import table_route
@@ -115,19 +112,9 @@ def without_base(case: Case) -> Case:
 # The proof.
 
 
-def build(text: str, folder: Path, monkeypatch, *flags: str) -> Native:
-    source = folder / "native.c"
-    source.write_text(text)
-    monkeypatch.setattr(c_library, "FLAGS", (*c_library.FLAGS, *flags))
-    return Native(c_library.load(source, folder, lambda library: None))
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="these flags are for x86")
-@pytest.mark.parametrize(
-    "flags", [("-mno-avx512f",), ("-mno-avx512f", "-mno-avx2", "-mno-fma"), ("-O0",)]
-)
+@with_fewer_instructions
 def test_it_is_right_with_fewer_instructions(flags, tmp_path, monkeypatch) -> None:
-    found = build(SOURCE.read_text(), tmp_path, monkeypatch, *flags)
+    found = Native(build(SOURCE, tmp_path, monkeypatch, *flags))
     assert native_proof.find_fault(found) is None
 
 
@@ -173,11 +160,7 @@ MUTANTS: dict[str, tuple[str, str]] = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_proof_refuses_what_is_slightly_wrong(name: str, tmp_path, monkeypatch) -> None:
-    old, new = MUTANTS[name]
-    text = SOURCE.read_text()
-    assert text.count(old) == 1, "the mutant is of other code"
-    # Quick to compile.
-    broken = build(text.replace(old, new), tmp_path, monkeypatch, "-O1")
+    broken = Native(build_mutant(SOURCE, *MUTANTS[name], tmp_path, monkeypatch))
     assert native_proof.find_fault(broken) is not None
 
 
@@ -202,18 +185,6 @@ def test_the_proof_is_the_same_whatever_torch_makes_by_default(default: torch.dt
 
 
 # Where it serves.
-
-
-@pytest.fixture
-def asked_anew(monkeypatch, tmp_path):
-    native._native.cache_clear()
-    monkeypatch.setenv("TLORA_CACHE", str(tmp_path))
-    yield
-    native._native.cache_clear()
-
-
-def nobodys_home() -> Path:
-    raise RuntimeError("no home.")
 
 
 def values(dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -257,35 +228,3 @@ def test_a_table_that_leads_outside_is_refused(change: str) -> None:
         require_native().add_forward(
             y, s, x, case.a, case.b, route, case.rows, torch.tensor(case.linears)
         )
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda m: m.setenv("TLORA_NATIVE", "0"), None),
-        (lambda m: m.setenv("CC", "no-such-compiler"), (logging.INFO, "no C compiler")),
-        (
-            lambda m: m.setattr(native_proof, "find_fault", lambda kernels: "dX is off"),
-            (logging.WARNING, "native.c is wrong on this machine and is not used: dX is off"),
-        ),
-        (
-            lambda m: (
-                m.delenv("TLORA_CACHE"),
-                m.setattr(native.Path, "expanduser", lambda path: nobodys_home()),
-            ),
-            (logging.INFO, "no home. TLORA_CACHE names another directory"),
-        ),
-    ],
-)
-def test_without_it_the_plain_products_serve(
-    asked_anew, monkeypatch, caplog, change: Callable, said: tuple[int, str] | None
-) -> None:
-    change(monkeypatch)
-    with caplog.at_level(logging.INFO):
-        assert native.serving(values(), values()) is None
-    records = [(record.levelno, record.getMessage()) for record in caplog.records]
-    if said is None:
-        assert records == []
-    else:
-        ((level, message),) = records
-        assert level == said[0] and said[1] in message

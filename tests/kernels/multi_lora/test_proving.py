@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tlora.kernels import cache
 from tlora.kernels.multi_lora import Group, Routes, Segment, choices, proving, routes, settling
 from tlora.kernels.multi_lora.proof import Case
 from tlora.kernels.multi_lora.routes import kernels_serve, operand_dtype
@@ -154,7 +155,7 @@ def test_nothing_is_asked_of_a_cpu_or_against_the_users_will(monkeypatch, compar
     ["", "[]", '{"key": {}, "proven": []}', json.dumps({"key": KEY, "proven": "all"})],
 )
 def test_a_file_that_is_not_ours_proves_nothing(compared, caplog, content):
-    folder = choices.directory()
+    folder = cache.directory()
     folder.mkdir(parents=True)
     path = choices._proven_path(folder, KEY)
     path.write_text(content)

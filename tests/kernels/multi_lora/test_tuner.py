@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tlora.kernels import cache
 from tlora.kernels.multi_lora import choices, devices, settings, settling, tuner
 from tlora.kernels.multi_lora.devices import Choice
 from tlora.kernels.multi_lora.settings import MEASURED, Device, Shape, Tuning
@@ -226,7 +227,7 @@ def test_the_file_lies_in_the_cache_directory(monkeypatch, variables, expected):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert choices.directory() == Path(expected)
+    assert cache.directory() == Path(expected)
 
 
 @pytest.fixture

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.native import require_native
+from support.native import require_native, require_native_attention
 from support.waiting import PATIENCE_S
 
 from tlora.config import dump_spec
 from tlora.core.errors import SpecError
 from tlora.kernels import host_products
+from tlora.kernels.attention import native as native_attention
 from tlora.kernels.multi_lora import native
 from tlora.runtime import saving
 from tlora.runtime.executors.messages import (
@@ -57,8 +58,9 @@ def adapter(root: Path, job: str) -> dict:
     return load_file(root / job / "adapter" / "adapter_model.safetensors")
 
 
+@pytest.mark.parametrize("whose", ["adapters", "attention"])
 def test_a_worker_with_other_kernels_than_the_run_does_not_train_exactly(
-    new_run, monkeypatch
+    whose: str, new_run, monkeypatch
 ) -> None:
     """Where its compiler was too slow, say: jobs move between workers, and bits would change."""
     spec, root = new_run("a")
@@ -66,14 +68,16 @@ def test_a_worker_with_other_kernels_than_the_run_does_not_train_exactly(
     spec = replace(spec, engine=engine)
     (root / "resolved.yaml").write_text(dump_spec(spec))
     settings = WorkerSettings(root, "cpu", exact_tokens=BUCKET)
-    proof = Exactness(BUCKET, 0, [], 0.0, adapters="C", frozen="torch")
+    proof = Exactness(BUCKET, 0, [], 0.0, adapters="C", frozen="torch", attention="C")
     about = describe_run(spec, torch.device("cpu"), proof)
     (root / "run.json").write_text(json.dumps(about))
     monkeypatch.setattr(host_products, "_prefers_onednn", lambda: False)
     require_native()
+    require_native_attention()
     Worker(settings, lambda message: None)
-    monkeypatch.setattr(native, "_native", lambda: None)
-    with pytest.raises(SpecError, match="adapters computed by C and would go on with torch"):
+    kernels = {"adapters": native, "attention": native_attention}[whose]
+    monkeypatch.setattr(kernels, "_native", lambda: None)
+    with pytest.raises(SpecError, match=f"{whose} computed by C and would go on with torch"):
         Worker(settings, lambda message: None)
 
 

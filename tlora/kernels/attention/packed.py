@@ -93,7 +93,7 @@ def attend(
     if window is not None and window >= length:
         window = None
     if softcap is not None or sinks is not None:
-        return _attend_by_scores(query, key, value, scale, window, softcap, sinks)
+        return attend_by_scores(query, key, value, scale, window, softcap, sinks)
     gqa = query.shape[1] != key.shape[1]
     if window is None:
         return F.scaled_dot_product_attention(
@@ -112,7 +112,7 @@ def visible(length: int, window: int | None, device: torch.device) -> torch.Tens
     return seen if window is None else seen & (distance < window)
 
 
-def _attend_by_scores(query, key, value, scale, window, softcap, sinks):
+def attend_by_scores(query, key, value, scale, window, softcap, sinks):
     repeats = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(repeats, dim=1)
     value = value.repeat_interleave(repeats, dim=1)

@@ -25,12 +25,6 @@ MOST = 64
 """Of warps, stages or programs: more was not written here."""
 
 
-def directory() -> Path:
-    """TLORA_CACHE, or tlora in the user's cache directory: where tokenised data is too."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("TLORA_CACHE") or f"{base}/tlora").expanduser() / "kernels"
-
-
 def source_hash() -> str:
     """Of the kernels and of what decides how they are launched."""
     found = hashlib.sha256()

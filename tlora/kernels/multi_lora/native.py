@@ -1,24 +1,20 @@
 """The path for CPUs where a C compiler is found: native.c does in one call for a group of linears
 what cpu.py does with a few products for each segment and linear, in float32 alone.
 
-It is compiled for this machine where it is first needed, and kept once it was seen to be right
-(native_proof.py). TLORA_NATIVE=0 leaves it out.
+It is compiled where it is first needed (c_kernels.py), and kept once it was seen to be right
+(native_proof.py).
 """
 
 import ctypes
 import functools
-import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from tlora.kernels import c_library
-from tlora.kernels.multi_lora import choices, native_proof
+from tlora.kernels import c_kernels
+from tlora.kernels.multi_lora import native_proof
 from tlora.kernels.multi_lora.routes import Route
-
-logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("native.c")
 
@@ -153,23 +149,8 @@ def serving(x: torch.Tensor, *others: torch.Tensor) -> Native | None:
 
 @functools.cache
 def _native() -> Native | None:
-    if os.environ.get("TLORA_NATIVE") == "0":
-        return None
-    try:
-        return Native(c_library.load(SOURCE, _folder(), _fault))
-    except c_library.WrongLibrary as fault:
-        logger.warning("native.c is wrong on this machine and is not used: %s", fault)
-    except c_library.NoLibrary as reason:
-        logger.info("adapters go by plain products, which is slower: %s", reason)
-    return None
-
-
-def _folder() -> Path:
-    try:
-        return choices.directory()
-    except RuntimeError as error:
-        # Users of a container may have no home.
-        raise c_library.NoLibrary(f"{error} TLORA_CACHE names another directory") from None
+    library = c_kernels.find(SOURCE, _fault, without="adapters go by plain products")
+    return Native(library) if library else None
 
 
 def _fault(library: ctypes.CDLL) -> str | None:

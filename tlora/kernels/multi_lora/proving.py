@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 import torch
 
+from tlora.kernels import cache
 from tlora.kernels.multi_lora import choices, settings, settling
 from tlora.kernels.multi_lora.pages import Ways
 from tlora.kernels.multi_lora.proof import Case, find_fault
@@ -88,7 +89,7 @@ def _is_asked(device: torch.device) -> bool:
 
 
 def _fault(case: Case) -> str | None:
-    folder, key = choices.directory(), settling.key_of(case.device)
+    folder, key = cache.directory(), settling.key_of(case.device)
     if case.name in choices.read_proven(folder, key):
         return None
     began = time.monotonic()

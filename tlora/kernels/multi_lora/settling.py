@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
+from tlora.kernels import cache
 from tlora.kernels.multi_lora import choices, devices, tuner
 from tlora.kernels.multi_lora.routes import kernels_serve, operand_dtype
 from tlora.kernels.multi_lora.tuner import GroupShape
@@ -34,7 +35,7 @@ def settle_kernels(device: torch.device, dtype: torch.dtype, groups: Iterable[Gr
         return
     with torch.cuda.device(device):
         found = tuner.known_or_tuned(
-            choices.directory(),
+            cache.directory(),
             key_of(device),
             names,
             lambda: trials.trials(device, widest, dtype, operands),

@@ -1,0 +1,80 @@
+"""Where the kernels in C do not serve, others do, and a log says why."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.native import require_native
+
+from tlora.kernels import cache
+from tlora.kernels.attention import native as attention
+from tlora.kernels.attention import native_proof as attention_proof
+from tlora.kernels.multi_lora import native as adapters
+from tlora.kernels.multi_lora import native_proof as adapters_proof
+
+VALUES = torch.zeros(2, 2, 2)
+KERNELS = {
+    "attention": (attention, attention_proof, lambda: attention.is_used_for(VALUES)),
+    "multi_lora": (adapters, adapters_proof, lambda: adapters.serving(VALUES) is not None),
+}
+
+
+@pytest.fixture(params=KERNELS)
+def which(request, monkeypatch, tmp_path):
+    require_native()
+    native, *_ = KERNELS[request.param]
+    native._native.cache_clear()
+    monkeypatch.setenv("TLORA_CACHE", str(tmp_path))
+    yield request.param
+    native._native.cache_clear()
+
+
+def nobodys_home() -> Path:
+    raise RuntimeError("no home.")
+
+
+def test_where_a_compiler_is_they_serve(which: str, tmp_path, caplog) -> None:
+    with caplog.at_level(logging.INFO):
+        assert KERNELS[which][2]()
+    assert caplog.records == []
+    assert len(list((tmp_path / "kernels").glob("*.so"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m, which: m.setenv("TLORA_NATIVE", "0"), None),
+        (
+            lambda m, which: m.setenv("CC", "no-such-compiler"),
+            (logging.INFO, "which is slower: no C compiler"),
+        ),
+        (
+            lambda m, which: m.setattr(
+                KERNELS[which][1], "find_fault", lambda kernels: "dX is off"
+            ),
+            (logging.WARNING, "/native.c is wrong on this machine and is not used: dX is off"),
+        ),
+        (
+            lambda m, which: (
+                m.delenv("TLORA_CACHE"),
+                m.setattr(cache.Path, "expanduser", lambda path: nobodys_home()),
+            ),
+            (logging.INFO, "no home. TLORA_CACHE names another directory"),
+        ),
+    ],
+    ids=["left out", "no compiler", "a fault", "no home"],
+)
+def test_without_them_others_serve(
+    which: str, monkeypatch, caplog, change: Callable, said: tuple[int, str] | None
+) -> None:
+    change(monkeypatch, which)
+    with caplog.at_level(logging.INFO):
+        assert not KERNELS[which][2]()
+    records = [(record.levelno, record.getMessage()) for record in caplog.records]
+    if said is None:
+        assert records == []
+    else:
+        ((level, message),) = records
+        assert level == said[0] and said[1] in message

@@ -1,0 +1,34 @@
+"""What this package has in C, where it serves: compiled for this machine where it is first needed,
+and kept once it was seen to be right. TLORA_NATIVE=0 leaves all of it out.
+"""
+
+import ctypes
+import logging
+import os
+from pathlib import Path
+
+from tlora.kernels import c_library, cache
+
+logger = logging.getLogger(__name__)
+
+
+def find(source: Path, find_fault: c_library.Fault, *, without: str) -> ctypes.CDLL | None:
+    """A log says why there is none, and `without` what happens then."""
+    if os.environ.get("TLORA_NATIVE") == "0":
+        return None
+    name = "/".join(source.parts[-2:])
+    try:
+        return c_library.load(source, _folder(), find_fault)
+    except c_library.WrongLibrary as fault:
+        logger.warning("%s is wrong on this machine and is not used: %s", name, fault)
+    except c_library.NoLibrary as reason:
+        logger.info("%s, which is slower: %s", without, reason)
+    return None
+
+
+def _folder() -> Path:
+    try:
+        return cache.directory()
+    except RuntimeError as error:
+        # Users of a container may have no home.
+        raise c_library.NoLibrary(f"{error} TLORA_CACHE names another directory") from None
