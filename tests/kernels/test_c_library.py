@@ -12,7 +12,7 @@ import torch  # noqa: F401 - its libgomp is linked with
 from support.native import require_native
 
 from tlora.kernels import c_library
-from tlora.kernels.c_library import NoLibrary, WrongLibrary, load
+from tlora.kernels.c_library import NoLibrary, NoPlace, WrongLibrary, load
 
 SOURCE = """
 #include <omp.h>
@@ -153,10 +153,31 @@ def test_without_what_it_needs_there_is_none(
         load(source, folder, fault)
 
 
-def test_a_folder_that_cannot_be_written_is_a_reason(source: Path, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_no_place(source: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(NoLibrary, match="file"):
+    with pytest.raises(NoPlace, match="file"):
         load(source, tmp_path / "file" / "kernels", fault)
+
+
+def test_a_folder_that_runs_no_code_is_no_place(source: Path, folder: Path, monkeypatch) -> None:
+    """Mounted so that nothing in it may run."""
+    load(source, folder, fault)
+
+    def refused(path: str) -> None:
+        raise OSError(f"{path}: failed to map segment from shared object")
+
+    threads = c_library._openmp()
+    monkeypatch.setattr(c_library, "_openmp", lambda: threads)
+    monkeypatch.setattr(c_library.ctypes, "CDLL", refused)
+    with pytest.raises(NoPlace, match="failed to map"):
+        load(source, folder, fault)
+
+
+def test_without_a_folder_it_is_for_this_process(source: Path) -> None:
+    assert load(source, None, fault).answer() == 42
+    source.write_text(SOURCE.replace("+= 6", "+= 5"))
+    with pytest.raises(WrongLibrary):
+        load(source, None, fault)
 
 
 TWO = """

@@ -18,7 +18,7 @@ def find(source: Path, find_fault: c_library.Fault, *, without: str) -> ctypes.C
         return None
     name = "/".join(source.parts[-2:])
     try:
-        return c_library.load(source, _folder(), find_fault)
+        return _load(source, find_fault, name)
     except c_library.WrongLibrary as fault:
         logger.warning("%s is wrong on this machine and is not used: %s", name, fault)
     except c_library.NoLibrary as reason:
@@ -26,9 +26,16 @@ def find(source: Path, find_fault: c_library.Fault, *, without: str) -> ctypes.C
     return None
 
 
-def _folder() -> Path:
+def _load(source: Path, find_fault: c_library.Fault, name: str) -> ctypes.CDLL:
     try:
-        return cache.directory()
-    except RuntimeError as error:
-        # Users of a container may have no home.
-        raise c_library.NoLibrary(f"{error} TLORA_CACHE names another directory") from None
+        return c_library.load(source, cache.directory(), find_fault)
+    except (RuntimeError, c_library.NoPlace) as error:
+        # Users of a container may have no home, or one that they cannot write to or run code from.
+        library = c_library.load(source, None, find_fault)
+        logger.info(
+            "%s is compiled by every process anew, for it cannot be kept: %s; TLORA_CACHE names "
+            "another directory",
+            name,
+            error,
+        )
+        return library

@@ -33,38 +33,47 @@ class NoLibrary(Exception):
     """Why there is none."""
 
 
+class NoPlace(NoLibrary):
+    """None can be kept, or run, where it should be kept."""
+
+
 class WrongLibrary(NoLibrary):
     """What was compiled does not do what it should."""
 
 
-def load(source: Path, folder: Path, find_fault: Fault) -> ctypes.CDLL:
-    """Kept in `folder` once it was seen to be right. Raises NoLibrary, whatever the reason."""
+def load(source: Path, folder: Path | None, find_fault: Fault) -> ctypes.CDLL:
+    """Kept in `folder`, if there is one, once it was seen to be right. Raises NoLibrary, whatever
+    the reason."""
     if sys.platform != "linux":
         raise NoLibrary(f"there are no kernels in C for {sys.platform}")
     try:
         return _load(source, folder, find_fault)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        raise NoLibrary(str(error)) from None
+        is_for_the_place = isinstance(error, OSError) and folder is not None
+        raise (NoPlace if is_for_the_place else NoLibrary)(str(error)) from None
 
 
-def _load(source: Path, folder: Path, find_fault: Fault) -> ctypes.CDLL:
+def _load(source: Path, folder: Path | None, find_fault: Fault) -> ctypes.CDLL:
     compiler = _compiler()
     if compiler is None:
         raise NoLibrary("no C compiler (cc, or what CC names) was found")
     threads = _openmp()
     if threads is None:
         raise NoLibrary("this build of torch has no libgomp")
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{_key(source, compiler, threads)}.so"
-    if _is_whole(path):
-        return ctypes.CDLL(str(path))
+    path = None
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{_key(source, compiler, threads)}.so"
+        if _is_whole(path):
+            return ctypes.CDLL(str(path))
     # Processes that begin together do each other no harm: the last one's file stays.
     with tempfile.TemporaryDirectory(dir=folder) as made:
         whole = _compile(source, compiler, threads, Path(made))
         library = ctypes.CDLL(str(whole))
         if fault := find_fault(library):
             raise WrongLibrary(fault)
-        os.replace(whole, path)
+        if path is not None:
+            os.replace(whole, path)
     return library
 
 

@@ -6,13 +6,20 @@ import sys
 from pathlib import Path
 
 from tlora.core.errors import SpecError
+from tlora.kernels import cache
 from tlora.runtime.quota import cpu_quota
 
 
 def cache_directory() -> Path:
     """Where tokenised data is kept: TLORA_CACHE, or tlora in the user's cache directory."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    path = Path(os.environ.get("TLORA_CACHE") or f"{base}/tlora").expanduser()
+    try:
+        path = cache.base()
+    except RuntimeError as error:
+        # Users of a container may have no home.
+        raise SpecError(
+            f"there is no place for tokenised data: {error} Set TLORA_CACHE to a directory",
+            field="TLORA_CACHE",
+        ) from error
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
