@@ -229,6 +229,15 @@ def test_bits_that_are_not_to_be_had_are_refused(fields: dict[str, object], mess
         base_of(**fields)
 
 
+@pytest.mark.parametrize("off", [False, "false", None])
+def test_bits_that_are_not_asked_for_need_not_be_there(off: object) -> None:
+    """As configs are made that name every switch. 0 is no switch."""
+    assert base_of(load_in_8bit=off, load_in_4bit=True).quantization == "nf4"
+    assert base_of(load_in_8bit=off).quantization == "none"
+    with pytest.raises(SpecError, match="eight bits are"):
+        base_of(load_in_8bit=0)
+
+
 @pytest.mark.parametrize(
     ("key", "section"), [("dtype", "base"), ("load_in_4bit", "base"), ("device", "engine")]
 )

@@ -80,7 +80,7 @@ RUN_ALIASES = {
 ABSENT = {
     "load_in_8bit": "eight bits are 'base.quantization: fp8' here, four 'base.quantization: nf4'",
 }
-"""What other tools have and this one has not, and what to write instead."""
+"""What other tools have and this one has not, and what to write instead. False may stand."""
 
 OTHER_WORDS: dict[str, dict[object, object]] = {
     "base.dtype": {**DTYPES},
@@ -189,6 +189,11 @@ def usual_word(name: str, value: object) -> object:
 
 def _is_same(word: object, value: object) -> bool:
     return type(word) is type(value) and word == value
+
+
+def is_left_out(key: str, value: object) -> bool:
+    """Something that is not there, and need not be."""
+    return key in ABSENT and any(_is_same(word, value) for word in (False, "false", None))
 
 
 def unknown_key(key: str, vocabulary: Vocabulary, section: str) -> str:

@@ -13,6 +13,7 @@ from tlora.config.fields import (
     MIN_LR_RATE,
     PER_DEVICE,
     Vocabulary,
+    is_left_out,
     short,
     unknown_key,
     usual_word,
@@ -98,7 +99,8 @@ def entries(
         target = vocabulary.sections[section].get(key)
         written = path + key
         if target is None:
-            yield Fault(written, unknown_key(key, vocabulary, section))
+            if not is_left_out(key, value):
+                yield Fault(written, unknown_key(key, vocabulary, section))
         elif target not in vocabulary.sections:
             yield Entry(target, written, value)
         elif is_tree(value):

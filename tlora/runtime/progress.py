@@ -151,19 +151,21 @@ class ProgressLines:
 
     def _line(self, now: float) -> str:
         rate = self._tokens / (now - self._started)
-        head = f"[{now - self._started:5.0f} s] {rate:,.0f} tokens/s | "
+        head = f"[{now - self._started:5.0f} s] {rate:,.0f} tokens/s"
         if len(self._drivers) >= MANY_JOBS:
-            return head + self._counts()
-        parts = [
+            return f"{head} | {self._counts()}"
+        running = [
             f"{driver.name} {driver.step}/{driver.total_steps}"
             + (f" loss {driver.loss:.3f}" if driver.loss is not None else "")
             for driver in self._drivers
             if driver.step < driver.total_steps and driver.status is Status.RUNNING
         ]
-        more = f" (+{len(parts) - 6} more)" if len(parts) > 6 else ""
+        shown = [head, *running[:6]]
+        if len(running) > 6:
+            shown[-1] += f" (+{len(running) - 6} more)"
         if waiting := sum(driver.status is Status.WAITING for driver in self._drivers):
-            more += f" | {waiting} waiting"
-        return f"{head}{' | '.join(parts[:6])}{more}"
+            shown.append(f"{waiting} waiting")
+        return " | ".join(shown)
 
     def _counts(self) -> str:
         """Many jobs as one."""
