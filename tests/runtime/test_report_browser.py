@@ -1,5 +1,6 @@
 """The report in a real browser: its scripts run without an error and draw what they should."""
 
+import json
 import os
 import re
 import shutil
@@ -68,6 +69,22 @@ def test_the_tuned_size_is_drawn(chromium: str, tmp_path: Path) -> None:
     drawn = figure(dom, "tuning")
     assert 'class="budget"' in drawn and 'class="useful"' in drawn and "▲" in drawn
     assert "▲ double" in dom
+
+
+def test_speeds_that_are_not_known_are_said_to_be(chromium: str, tmp_path: Path) -> None:
+    """Of nano-batches that were never full, as where jobs are few and small."""
+    landscape = recorded("1B with adapters, eager")
+    root = synthetic_run(tmp_path / "run", tuned=landscape, nano_batches=40)
+    events = [json.loads(line) for line in (root / "events.jsonl").read_text().splitlines()]
+    for event in events:
+        if event["kind"] == "nano_batch":
+            event["measure"]["full"] = False
+    (root / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    dom = opened(chromium, write_report(root), tmp_path / "profile", after="")
+    assert 'data-drawn="yes"' in dom and "data-error" not in dom
+    drawn = figure(dom, "tuning")
+    assert 'class="budget"' in drawn and 'class="useful"' not in drawn
+    assert "no nano-batch was full" in drawn
 
 
 def test_an_error_in_a_script_would_be_seen(chromium: str, tmp_path: Path) -> None:

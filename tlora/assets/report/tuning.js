@@ -51,14 +51,19 @@ function drawTuning() {
   }
 
   const floor = frame.height - bottom - 4, ceiling = floor - strip + 34;
-  const high = Math.max(...known(rate), 1) * 1.05;
-  const height = (value) => floor - (value / high) * (floor - ceiling);
-  for (const at of ticks(0, high, 2)) {
-    frame.root.append(svg("line", { x1: frame.left, x2: frame.width - frame.right, y1: height(at), y2: height(at), class: "grid" }),
-      svg("text", { x: frame.left - 8, y: height(at) + 4, "text-anchor": "end" }, countText(at)));
+  frame.root.append(svg("text", { x: frame.left, y: ceiling - 7, class: "caption" }, "tokens/s"));
+  if (known(rate).length) {
+    const high = Math.max(...known(rate), 1) * 1.05;
+    const height = (value) => floor - (value / high) * (floor - ceiling);
+    for (const at of ticks(0, high, 2)) {
+      frame.root.append(svg("line", { x1: frame.left, x2: frame.width - frame.right, y1: height(at), y2: height(at), class: "grid" }),
+        svg("text", { x: frame.left - 8, y: height(at) + 4, "text-anchor": "end" }, countText(at)));
+    }
+    frame.root.append(svg("path", { d: steps(rate, height), class: "useful" }));
+  } else {
+    frame.root.append(svg("text", { x: frame.left, y: (floor + ceiling) / 2, class: "caption" },
+      "not measured: no nano-batch was full"));
   }
-  frame.root.append(svg("path", { d: steps(rate, height), class: "useful" }),
-    svg("text", { x: frame.left, y: ceiling - 7, class: "caption" }, "tokens/s"));
   for (const at of DATA.resumed) {
     frame.root.append(svg("line", { x1: frame.x(at), x2: frame.x(at), y1: frame.top, y2: floor, class: "resumed" }));
   }
