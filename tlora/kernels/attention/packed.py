@@ -1,9 +1,10 @@
 """Causal attention over sequences packed one after another in a row of tokens.
 
-On the CPU sequences are taken apart (layout.py) and attended to as a batch: no mask over the packed
-row, so a NaN in one sequence cannot reach another as 0 x NaN. On CUDA it is torch's variable-length
-flash attention (varlen.py), and in compiled layers on the CPU one operator (grouped.py). Rows after
-the last sequence are padding and come out as zeros.
+Sequences are taken apart (layout.py) and attended to as a batch: no mask over the packed row, so a
+NaN in one sequence cannot reach another as 0 x NaN. Rows after the last sequence are padding and
+come out as zeros. It serves where neither torch's variable-length flash attention on CUDA
+(varlen.py) nor C on a CPU (native.py) does, and is what both are compared with. In compiled layers
+on a CPU grouped.py does the same as one operator.
 """
 
 import torch
