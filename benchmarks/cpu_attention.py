@@ -41,6 +41,8 @@ CASES = {
     "135M, the same, windows of 256": Case(9, 3, 64, (2048,), 256),
     "heads of 8B, 4 of 256": Case(32, 8, 128, (256,) * 4),
     "heads of 8, 16 of 20": Case(8, 4, 8, (20,) * 16),
+    "heads of 24, 1 of 512": Case(8, 8, 24, (512,)),
+    "heads of 64, 512 of 1": Case(8, 8, 64, (1,) * 512),
 }
 
 

@@ -16,7 +16,7 @@ from tlora.kernels.multi_lora import native_proof as adapters_proof
 
 VALUES = torch.zeros(2, 2, 2)
 KERNELS = {
-    "attention": (attention, attention_proof, lambda: attention.is_used_for(VALUES)),
+    "attention": (attention, attention_proof, attention.is_compiled),
     "multi_lora": (adapters, adapters_proof, lambda: adapters.serving(VALUES) is not None),
 }
 
@@ -71,6 +71,14 @@ def test_without_them_others_serve(
     else:
         ((level, message),) = records
         assert level == said[0] and said[1] in message
+
+
+@pytest.mark.parametrize("part", ["adapters", "attention"])
+def test_either_may_be_left_out(which: str, part: str, monkeypatch) -> None:
+    """A run that began before there was the other goes on with what it had."""
+    monkeypatch.setenv("TLORA_NATIVE", part)
+    its = {"attention": "attention", "multi_lora": "adapters"}[which]
+    assert KERNELS[which][2]() is (part == its)
 
 
 @pytest.mark.parametrize("home", ["none", "a file"])

@@ -81,6 +81,17 @@ def test_what_may_change_the_code_is_another_file(
     assert f"{c_library._key(source, compiler, threads)}.so" not in kept(folder)
 
 
+def test_a_header_is_a_part_of_it(source: Path, folder: Path) -> None:
+    """Beside the source, or beside all of them."""
+    header = source.parent / "answer.h"
+    header.write_text("#define SIX 6\n")
+    source.write_text('#include "answer.h"\n' + SOURCE.replace("+= 6", "+= SIX"))
+    assert load(source, folder, fault).answer() == 42
+    header.write_text("#define SIX 5\n")
+    with pytest.raises(WrongLibrary):
+        load(source, folder, fault)
+
+
 def test_a_compiler_may_have_arguments_and_a_program_before_it(
     source: Path, folder: Path, monkeypatch
 ) -> None:

@@ -1,5 +1,6 @@
 """What this package has in C, where it serves: compiled for this machine where it is first needed,
-and kept once it was seen to be right. TLORA_NATIVE=0 leaves all of it out.
+and kept once it was seen to be right. TLORA_NATIVE=0 leaves all of it out, `adapters` and
+`attention` the other part.
 """
 
 import ctypes
@@ -12,9 +13,15 @@ from tlora.kernels import c_library, cache
 logger = logging.getLogger(__name__)
 
 
-def find(source: Path, find_fault: c_library.Fault, *, without: str) -> ctypes.CDLL | None:
+PARTS = ("adapters", "attention")
+
+
+def find(
+    part: str, source: Path, find_fault: c_library.Fault, *, without: str
+) -> ctypes.CDLL | None:
     """A log says why there is none, and `without` what happens then."""
-    if os.environ.get("TLORA_NATIVE") == "0":
+    wanted = os.environ.get("TLORA_NATIVE")
+    if wanted == "0" or (wanted in PARTS and wanted != part):
         return None
     name = "/".join(source.parts[-2:])
     try:

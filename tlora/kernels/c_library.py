@@ -88,7 +88,7 @@ def _compile(source: Path, compiler: tuple[str, ...], threads: str, folder: Path
     part, whole = folder / "part.o", folder / "whole.so"
     _run(*compiler, *FLAGS, f"-I{HEADERS}", "-c", str(source), "-o", str(part))
     # With the threads that torch has, or there would be twice as many.
-    _run(*compiler, "-shared", str(part), threads, "-o", str(whole))
+    _run(*compiler, "-shared", str(part), threads, "-lm", "-o", str(whole))
     # Before it is loaded: nobody may write to a file whose code runs.
     content = whole.read_bytes()
     whole.write_bytes(content + hashlib.sha256(content).digest())
@@ -120,7 +120,7 @@ def _key(source: Path, compiler: tuple[str, ...], threads: str) -> str:
     command = (os.path.realpath(compiler[0]), *compiler[1:])
     parts = (*FLAGS, *command, threads, platform.machine(), _instructions())
     found = hashlib.sha256(source.read_bytes())
-    for header in sorted(HEADERS.glob("*.h")):
+    for header in sorted([*HEADERS.glob("*.h"), *source.parent.glob("*.h")]):
         found.update(b"\0" + header.read_bytes())
     for part in parts:
         found.update(b"\0" + part.encode())

@@ -68,25 +68,25 @@ tile(const int M, const int N, int64_t depth, const float *p, int64_t pm, int64_
 TILES(one_vector, 1)
 TILES(two_vectors, 2)
 
-/* Columns that fill no vector. Where q is padded a whole one may be read. */
+/* Columns that fill no vector, of q padded so that a whole one may be read. */
 static void rest(int64_t rows, int64_t columns, int64_t depth, const float *p, int64_t pm,
-                 int64_t pk, const float *q, int64_t qk, int is_padded, float *c, int64_t cm,
-                 float alpha, int add)
+                 int64_t pk, const float *q, int64_t qk, float *c, int64_t cm, float alpha, int add)
 {
     float found[ROWS * LANES];
-    if (is_padded)
-        one_vector(rows, depth, p, pm, pk, q, qk, found, LANES, alpha, 0);
+    one_vector(rows, depth, p, pm, pk, q, qk, found, LANES, alpha, 0);
     for (int64_t m = 0; m < rows; m++)
         for (int64_t n = 0; n < columns; n++) {
             float value = found[m * LANES + n];
-            if (!is_padded) {
-                float sum = 0;
-                for (int64_t k = 0; k < depth; k++)
-                    sum += p[m * pm + k * pk] * q[k * qk + n];
-                value = alpha * sum;
-            }
             c[m * cm + n] = add ? c[m * cm + n] + value : value;
         }
+}
+
+/* to [depth, LANES] = some columns, and zeros. */
+static void pad(const float *from, int64_t stride, int64_t depth, int64_t columns, float *to)
+{
+    for (int64_t k = 0; k < depth; k++)
+        for (int64_t n = 0; n < LANES; n++)
+            to[k * LANES + n] = n < columns ? from[k * stride + n] : 0;
 }
 
 /* c [rows, columns] = alpha p q, or added to it. p's elements lie pm and pk apart, q's columns side
@@ -98,20 +98,27 @@ static void product(int64_t rows, int64_t columns, int64_t depth, const float *p
     for (int64_t k = 0; k < depth; k += DEPTH) {
         int64_t now = least(DEPTH, depth - k);
         const float *p_k = p + k * pk, *q_k = q + k * qk;
+        float whole[DEPTH * LANES];
         for (int64_t n = 0; n < columns;) {
-            int64_t left = columns - n;
+            int64_t left = columns - n, step = qk;
             int64_t take = left >= 2 * LANES ? 2 * LANES : least(left, LANES);
+            const float *q_n = q_k + n;
+            if (take < LANES && !is_padded) {
+                pad(q_n, qk, now, take, whole);
+                q_n = whole;
+                step = LANES;
+            }
             for (int64_t m = 0; m < rows; m += ROWS) {
                 int64_t some = least(ROWS, rows - m);
-                const float *p_m = p_k + m * pm, *q_n = q_k + n;
+                const float *p_m = p_k + m * pm;
                 float *c_m = c + m * cm + n;
                 int adds = add || k > 0;
                 if (take == 2 * LANES)
-                    two_vectors(some, now, p_m, pm, pk, q_n, qk, c_m, cm, alpha, adds);
+                    two_vectors(some, now, p_m, pm, pk, q_n, step, c_m, cm, alpha, adds);
                 else if (take == LANES)
-                    one_vector(some, now, p_m, pm, pk, q_n, qk, c_m, cm, alpha, adds);
+                    one_vector(some, now, p_m, pm, pk, q_n, step, c_m, cm, alpha, adds);
                 else
-                    rest(some, take, now, p_m, pm, pk, q_n, qk, is_padded, c_m, cm, alpha, adds);
+                    rest(some, take, now, p_m, pm, pk, q_n, step, c_m, cm, alpha, adds);
             }
             n += take;
         }

@@ -307,8 +307,9 @@ class Routing:
 
 
 NOT_COMPILED = (
-    "attention in float32 on a GPU, in windows on a CPU, and with soft-caps or sinks anywhere, is "
-    "not compiled: it counts in Python, and every nano-batch would be another graph"
+    "attention in float32 on a GPU, in windows on a CPU where it is not in C, and with soft-caps "
+    "or sinks anywhere, is not compiled: it counts in Python, and every nano-batch would be "
+    "another graph"
 )
 
 

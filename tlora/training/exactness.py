@@ -113,14 +113,15 @@ def _prove(
     one_thread = model.device.type == "cpu" and torch.get_num_threads() > 1
     if one_thread:
         torch.set_num_threads(1)
+    before = native_attention.times_used()
     found = settle_products(model, num_rows)
     for group in groups:
         check_whole_model(model, num_rows, ranks=group, lengths=lengths)
+    attention = "C" if native_attention.times_used() > before else "torch"
     group = model.groups[0]
     like = torch.empty(0, dtype=group.dtype, device=model.device)
     adapters = "C" if native.serving(like, group.pool.a.operand) else "torch"
     frozen = "oneDNN" if host_products.serving(like) else "torch"
-    attention = "C" if native_attention.is_used_for(like) else "torch"
     return Exactness(
         num_rows, found.probed, found.tiled, 0.0, one_thread, adapters, frozen, attention
     )

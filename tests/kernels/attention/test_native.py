@@ -68,7 +68,10 @@ def test_any_lengths_heads_and_places_of_numbers(seed: int) -> None:
     head by head, and with gaps."""
     draw = random.Random(seed)
     key_heads, share = draw.choice([1, 2, 5]), draw.choice([1, 3])
-    size, window = draw.choice([1, 5, 16, 32, 40, 64, 128]), draw.choice([None, None, 1, 33, 100])
+    size, window = (
+        draw.choice([1, 5, 16, 32, 40, 64, 128, 200, 256]),
+        draw.choice([None, None, 1, 33, 100]),
+    )
     lengths = [draw.choice([1, 2, 31, 32, 33, 63, 64, 65, 128, 200]) for _ in range(5)]
     num_rows = sum(lengths) + draw.choice([0, 7])
     generator = torch.Generator().manual_seed(seed)
@@ -130,18 +133,42 @@ def test_sequences_without_a_token_are_none() -> None:
     assert out.shape == inputs[0].shape and not out.any()
 
 
-def test_more_tokens_than_rows_are_refused() -> None:
-    """Written to, memory of others would be in ruins."""
-    inputs = tensors(torch.float32)
-    with pytest.raises(ValueError, match="sequences of 105 tokens in 104 rows"):
-        native_attention(*inputs[:3], [*LENGTHS, PADDING + 1], scale=SCALE)
+def of(heads: int, size: int, num_rows: int = 40) -> torch.Tensor:
+    return torch.zeros(num_rows, heads, size)
+
+
+FALLING, BEHIND, LATE = ([0, 30, 20, 40], [0, 30, 41], [3, 40])
+WHOLE = [0, 40]
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v", "starts", "window"),
+    [
+        (of(2, 8), of(2, 8), of(2, 8), FALLING, None),
+        (of(2, 8), of(2, 8), of(2, 8), BEHIND, None),
+        (of(2, 8), of(2, 8), of(2, 8), LATE, None),
+        (of(2, 257), of(2, 257), of(2, 257), WHOLE, None),
+        (of(6, 8), of(4, 8), of(4, 8), WHOLE, None),
+        (of(2, 8), of(2, 8), of(1, 8), WHOLE, None),
+        (of(2, 8), of(2, 8), of(2, 4), WHOLE, None),
+        (of(2, 8), of(2, 4), of(2, 4), WHOLE, None),
+        (of(2, 8), of(2, 8, 39), of(2, 8, 39), WHOLE, None),
+        (of(2, 8), of(2, 8), of(2, 8), WHOLE, 0),
+        (of(2, 8), of(2, 8), of(2, 8), WHOLE, -1),
+        (of(2, 8), of(2, 8), of(2, 8), WHOLE, 2**31),
+    ],
+)
+def test_what_does_not_fit_is_refused(q, k, v, starts: list[int], window: int | None) -> None:
+    """Read or written to, memory of others would be in ruins."""
+    where = torch.tensor(starts, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"do not fit|a window of|starts that"):
+        native.native_attention(q, k, v, where, scale=SCALE, window=window)
 
 
 def test_the_operators_are_what_torch_makes_of_them() -> None:
     """Shapes, and no output that is an input."""
     q, k, v, dy = tensors(torch.float32)
     where = (starts_of(LENGTHS), SCALE, NO_WINDOW)
-    # Not the bits of rows that hold nothing: their sums are nobody's.
     y, sums = torch.ops.tlora.native_attention(q, k, v, *where)
     utilities = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.tlora.native_attention, (q, k, v, *where), test_utils=utilities)
@@ -263,8 +290,16 @@ MUTANTS: dict[str, tuple[str, str]] = {
         "strip own = {t->starts[sequence & ~1], first, least",
     ),
     "power": ("1.6666665459e-1f", "1.67e-1f"),
+    "powers of what is lost": (
+        "x < -87.0f, (vec){0} - 87.0f, x)",
+        "x > -87.0f, x, (vec){0} - 87.0f)",
+    ),
+    "the largest of all keys": ("                larger &= seeing(t, own, n, first + j);", ""),
     "turned by half": ("first < columns; first += LANES", "first < columns; first += 2 * LANES"),
-    "the rest of the columns": ("q[k * qk + n];", "q[k * qk];"),
+    "the rest of the columns": (
+        "n < columns ? from[k * stride + n]",
+        "n < columns ? from[k * stride]",
+    ),
 }
 
 
@@ -299,4 +334,4 @@ def test_it_serves_float32_without_soft_caps_and_sinks() -> None:
     wide = q.new_zeros(1, 1, 257)
     assert not native.serves(wide, wide, wide, None, None)
     assert not native.serves(q.to("meta"), k.to("meta"), v.to("meta"), None, None)
-    assert native.is_used_for(q) and not native.is_used_for(q.double())
+    assert not native.serves(q, k[:, :1].expand(-1, 4, -1), v[:, :1].expand(-1, 4, -1), None, None)

@@ -135,7 +135,7 @@ MUTANTS: dict[str, tuple[str, str]] = {
         "dy + own->start * out + first, out, 0, grad + 1 * out + row_of",
     ),
     "dX of one linear": ("        ds += rank;\n        a += rank * g->in;", "        ds += rank;"),
-    "the rest of the columns": ("q[k * qk + n];", "q[k * qk];"),
+    "the rest of the columns": ("? from[k * stride + n]", "? from[k * stride]"),
     "a padded rest": ("value = found[m * LANES + n]", "value = found[m * LANES]"),
     "dS without the last block": (
         "i < w.num_blocks; i++) {\n                const",

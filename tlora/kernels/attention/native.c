@@ -23,7 +23,7 @@
 #define MOST_SIZE 256 /* Of a head, as in native.py. */
 #define VECTORS (QUERIES / LANES)
 
-enum { DONE, NO_MEMORY };
+enum { DONE, NO_MEMORY, OUTSIDE };
 
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
@@ -34,7 +34,7 @@ typedef struct {
 
 typedef struct {
     const int32_t *starts; /* [sequences + 1] */
-    int64_t sequences, heads, kv_heads, size;
+    int64_t sequences, tokens, heads, kv_heads, size;
     int64_t window; /* Keys that a query sees, its own among them. */
     rows q, k, v;
     double scale;
@@ -251,10 +251,23 @@ static void attend_sequence_back(const attention *t, int64_t sequence, int64_t h
     }
 }
 
+/* Written to, memory of others would be in ruins. */
+static int is_inside(const attention *t)
+{
+    if (t->starts[0] != 0 || t->starts[t->sequences] > t->tokens || t->size > MOST_SIZE)
+        return 0;
+    for (int64_t i = 0; i < t->sequences; i++)
+        if (length_of(t, i) < 0)
+            return 0;
+    return 1;
+}
+
 /* y [tokens, heads, size] and sums [tokens, heads]. */
 int forward(const attention *t, float *y, float *sums)
 {
     int64_t count = 0;
+    if (!is_inside(t))
+        return OUTSIDE;
     strip *strips = malloc(sizeof(strip) * (t->starts[t->sequences] + 1));
     if (!strips)
         return NO_MEMORY;
@@ -273,6 +286,8 @@ int forward(const attention *t, float *y, float *sums)
 int backward(const attention *t, const rows *dy, const float *y, const float *sums, float *dq,
              float *dk, float *dv)
 {
+    if (!is_inside(t))
+        return OUTSIDE;
     int64_t tokens = t->starts[t->sequences], shared = t->heads / t->kv_heads;
     int64_t size = tokens * t->heads * t->size;
     float *inner = malloc(sizeof(float) * (tokens * t->heads + 1));

@@ -21,6 +21,8 @@ MOST_SIZE = 256
 
 
 _Pointer, _Number = ctypes.c_void_p, ctypes.c_int64
+_NO_MEMORY, _OUTSIDE = 1, 2
+"""What may come back, beside 0."""
 
 library = torch.library.Library("tlora", "FRAGMENT")
 library.define(
@@ -45,6 +47,7 @@ class _Attention(ctypes.Structure):
     _fields_ = (
         ("starts", _Pointer),
         ("sequences", _Number),
+        ("tokens", _Number),
         ("heads", _Number),
         ("kv_heads", _Number),
         ("size", _Number),
@@ -64,15 +67,16 @@ class Native:
         self._forward, self._backward = compiled.forward, compiled.backward
         self._forward.argtypes = (_Pointer,) * 3
         self._backward.argtypes = (_Pointer,) * 7
+        self.times_used = 0
 
     def forward(self, q, k, v, starts, scale: float, window: int) -> tuple[torch.Tensor, ...]:
         """The packed rows, and the logarithms of the sums of powers [tokens, heads]."""
         q, k, v = (_with_rows(each) for each in (q, k, v))
-        num_tokens = _num_tokens(q, starts)
+        _check_shapes(q, k, v, starts, window)
         y, sums = q.new_empty(q.shape), q.new_empty(q.shape[:2])
-        y[num_tokens:] = 0.0
-        sums[num_tokens:] = 0.0
+        y[int(starts[-1]) :] = 0.0
         given = _given(q, k, v, starts, scale, window)
+        self.times_used += 1
         _check(self._forward(ctypes.addressof(given), y.data_ptr(), sums.data_ptr()))
         return y, sums
 
@@ -82,10 +86,10 @@ class Native:
         """The gradients of queries, keys and values."""
         dy, q, k, v = (_with_rows(each) for each in (dy, q, k, v))
         y, sums = y.contiguous(), sums.contiguous()
-        num_tokens = _num_tokens(q, starts)
+        _check_shapes(q, k, v, starts, window)
         found = [each.new_empty(each.shape) for each in (q, k, v)]
         for each in found:
-            each[num_tokens:] = 0.0
+            each[int(starts[-1]) :] = 0.0
         given, upstream = _given(q, k, v, starts, scale, window), _rows(dy)
         to = [each.data_ptr() for each in (y, sums, *found)]
         _check(self._backward(ctypes.addressof(given), ctypes.addressof(upstream), *to))
@@ -101,19 +105,21 @@ def _rows(x: torch.Tensor) -> _Rows:
     return _Rows(x.data_ptr(), x.stride(0), x.stride(1))
 
 
-def _num_tokens(q: torch.Tensor, starts: torch.Tensor) -> int:
+def _check_shapes(q, k, v, starts: torch.Tensor, window: int) -> None:
     assert starts.dtype == torch.int32 and starts.is_contiguous(), (starts.dtype, starts.stride())
-    num_tokens = int(starts[-1])
-    if num_tokens > len(q):
-        # Written to, memory of others would be in ruins.
-        raise ValueError(f"sequences of {num_tokens} tokens in {len(q)} rows")
-    return num_tokens
+    (rows, heads, size), (_, kv_heads, _) = q.shape, k.shape
+    if k.shape != v.shape or (rows, size) != (k.shape[0], k.shape[2]) or heads % kv_heads:
+        shapes = ", ".join(str(tuple(each.shape)) for each in (q, k, v))
+        raise ValueError(f"queries, keys and values do not fit each other: {shapes}")
+    if not 1 <= window <= NO_WINDOW:
+        raise ValueError(f"a window of {window} tokens")
 
 
 def _given(q, k, v, starts: torch.Tensor, scale: float, window: int) -> _Attention:
     return _Attention(
         starts.data_ptr(),
         len(starts) - 1,
+        q.shape[0],
         q.shape[1],
         k.shape[1],
         q.shape[2],
@@ -127,8 +133,12 @@ def _given(q, k, v, starts: torch.Tensor, scale: float, window: int) -> _Attenti
 
 
 def _check(outcome: int) -> None:
-    if outcome:
+    if outcome == _NO_MEMORY:
         raise MemoryError("no memory for attention")
+    if outcome == _OUTSIDE:
+        raise ValueError(
+            f"starts that fall or lead outside of the rows, or heads wider than {MOST_SIZE}"
+        )
 
 
 def serves(
@@ -140,8 +150,9 @@ def serves(
 ) -> bool:
     """What it computes, where it was compiled."""
     plain = softcap is None and sinks is None
-    narrow = query.shape[2] == value.shape[2] <= MOST_SIZE
-    return plain and narrow and all(_is_served(each) for each in (query, key, value))
+    narrow = query.shape[2] == key.shape[2] == value.shape[2] <= MOST_SIZE
+    shared = key.shape[1] == value.shape[1] and query.shape[1] % key.shape[1] == 0
+    return plain and narrow and shared and all(_is_served(each) for each in (query, key, value))
 
 
 def is_compiled() -> bool:
@@ -149,9 +160,10 @@ def is_compiled() -> bool:
     return _native() is not None
 
 
-def is_used_for(x: torch.Tensor) -> bool:
-    """Whether attention over such values is its."""
-    return _is_served(x) and is_compiled()
+def times_used() -> int:
+    """How often it has been called in this process: compiled layers call it as others do."""
+    found = _native()
+    return found.times_used if found else 0
 
 
 def _is_served(x: torch.Tensor) -> bool:
@@ -160,7 +172,7 @@ def _is_served(x: torch.Tensor) -> bool:
 
 @functools.cache
 def _native() -> Native | None:
-    compiled = c_kernels.find(SOURCE, _fault, without="attention is torch's")
+    compiled = c_kernels.find("attention", SOURCE, _fault, without="attention is torch's")
     return Native(compiled) if compiled else None
 
 
@@ -223,4 +235,5 @@ def native_attention(
 ) -> torch.Tensor:
     """[tokens, heads, head size], as `packed_attention`. `starts`: int32 [sequences + 1], in host
     memory; sequences without a token are none."""
-    return NativeAttention.apply(query, key, value, starts, scale, window or NO_WINDOW)
+    window = NO_WINDOW if window is None else window
+    return NativeAttention.apply(query, key, value, starts, scale, window)

@@ -149,7 +149,8 @@ def serving(x: torch.Tensor, *others: torch.Tensor) -> Native | None:
 
 @functools.cache
 def _native() -> Native | None:
-    library = c_kernels.find(SOURCE, _fault, without="adapters go by plain products")
+    without = "adapters go by plain products"
+    library = c_kernels.find("adapters", SOURCE, _fault, without=without)
     return Native(library) if library else None
 
 
