@@ -26,12 +26,12 @@ def test_both_ways_are_right_and_timed(run_script) -> None:
 
 
 def test_a_way_that_is_wrong_is_told(run_script, load_script, monkeypatch) -> None:
-    """One per cent in the scale."""
+    """One per cent in the values."""
     script = load_script("cpu_attention")
     right = script.native_attention
 
-    def wrong(*tensors, scale, window):
-        return right(*tensors, scale=1.01 * scale, window=window)
+    def wrong(q, k, v, *others, **options):
+        return right(q, k, 1.01 * v, *others, **options)
 
     monkeypatch.setattr(script, "native_attention", wrong)
     found = run_script("cpu_attention", "--rounds", "1")
