@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,11 @@ import pytest
 # Before torch is imported, here and in every process a test starts: the models are so small that a
 # second thread costs more than it brings, and many times more on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What a shell starts in the background without job control ignores Ctrl-C, and so would every
+# process that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
