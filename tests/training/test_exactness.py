@@ -16,6 +16,7 @@ from tlora.training import exactness
 from tlora.training.exactness import (
     Subject,
     arrangements,
+    calls_of_c,
     check_whole_model,
     make_subjects,
     prove_exact,
@@ -161,6 +162,19 @@ def test_it_says_whose_products_were_proven(preferred: bool, monkeypatch) -> Non
     monkeypatch.setattr(native_attention, "_native", lambda: None)
     proof = prove_exact(exact_model(), ROWS, ranks=(8,), lengths=SIZES["lengths"])
     assert proof.attention == "torch"
+
+
+def test_attention_in_c_that_is_not_used_is_not_recorded(monkeypatch) -> None:
+    """As in a model with soft-caps, whose run goes on without it."""
+    require_native_attention()
+    monkeypatch.setattr(native_attention, "serves", lambda *_: False)
+    proof = prove_exact(exact_model(), ROWS, ranks=(8,), lengths=SIZES["lengths"])
+    assert proof.attention == "torch"
+
+
+def test_nothing_is_compiled_for_a_cpu_where_a_gpu_trains(monkeypatch) -> None:
+    monkeypatch.setattr(native_attention, "_native", lambda: pytest.fail("compiled"))
+    assert calls_of_c(torch.device("cuda")) == 0
 
 
 def test_a_cpu_has_one_thread() -> None:
